@@ -1,0 +1,182 @@
+"""The settings of a patch: two dataclasses, JSON both ways, strict keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError, nearest
+
+GATE_KINDS = ("gumbel", "softmax", "hard", "random", "fixed")
+GRANULARITIES = ("token", "sequence", "layer")
+CORRECTIONS = ("affine_like", "norm_like")
+
+
+def _choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)} ({nearest(str(value), known, 1)})")
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must be a number in [{low}, {high}]")
+
+
+class _Strict:
+    """JSON both ways; a key that is no field is an error, never ignored."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]):
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"{cls.__name__} has no field {key!r}; {nearest(key, known)}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str):
+        return cls.from_dict(json.loads(text))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    def replace(self, **changes: Any):
+        """A copy with some fields changed; an unknown field is a `ConfigError`."""
+        return type(self).from_dict({**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})
+
+
+@dataclass(frozen=True)
+class GateConfig(_Strict):
+    """How AutoNorm's gate weighs the model's own norm against the branches."""
+
+    kind: str = field(
+        default="gumbel",
+        metadata={
+            "help": "gumbel: a soft Gumbel sample while training (the paper); softmax: no noise; hard: a one-hot "
+            "straight-through sample; random: uniform random weights, nothing is learned; fixed: the constant `value`."
+        },
+    )
+    granularity: str = field(
+        default="token",
+        metadata={
+            "help": "token: one weight per token (safe with causal masks, padding and caches); sequence: one per "
+            "sequence, from the mean over its valid tokens (refused on causal decoders); layer: one, free of the input."
+        },
+    )
+    hidden: int | float = field(
+        default=16,
+        metadata={"help": "Width of the selector's hidden layer; a float below 1 is a share of the norm's width."},
+    )
+    tau: float = field(default=0.5, metadata={"help": "Temperature of the Gumbel sample, > 0."})
+    init_norm_weight: float = field(
+        default=0.9,
+        metadata={"help": "The original norm's weight at the start: 0.9 for a pretrained model, 0.5 from scratch."},
+    )
+    value: float | None = field(
+        default=None, metadata={"help": "With kind=fixed: the constant weight of the original norm, in [0, 1]."}
+    )
+
+    def __post_init__(self) -> None:
+        _choice("gate kind", self.kind, GATE_KINDS)
+        _choice("gate granularity", self.granularity, GRANULARITIES)
+        if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not 0 < self.tau < float("inf"):
+            raise ConfigError(f"tau={self.tau!r} must be a finite number > 0; for a one-hot gate use kind='hard'")
+        if isinstance(self.hidden, bool) or not isinstance(self.hidden, (int, float)) or self.hidden <= 0:
+            raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")
+        if self.hidden >= 1 and int(self.hidden) != self.hidden:
+            raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")
+        _in_range("init_norm_weight", self.init_norm_weight, 0.0, 1.0)
+        if self.kind == "fixed":
+            if self.value is None:
+                raise ConfigError("kind='fixed' needs value=…, the constant weight of the original norm in [0, 1]")
+            _in_range("value", self.value, 0.0, 1.0)
+        else:
+            if self.value is not None:
+                raise ConfigError(f"value={self.value!r} is only read with kind='fixed', not with {self.kind!r}")
+            if self.init_norm_weight in (0, 1) and self.kind != "random":
+                raise ConfigError(
+                    f"init_norm_weight={self.init_norm_weight!r}: a learned gate starts strictly between 0 and 1 "
+                    "(its logits are finite); for a constant use kind='fixed'"
+                )
+
+    def hidden_width(self, width: int) -> int:
+        """Units in the selector's hidden layer for a norm of `width` channels."""
+        return max(1, int(self.hidden if self.hidden >= 1 else self.hidden * width))
+
+
+@dataclass(frozen=True)
+class PatchConfig(_Strict):
+    """What `patch` changes, and into what."""
+
+    norm: str | None = field(
+        default="autonorm",
+        metadata={"help": "autonorm, the name of a branch (which then replaces the norm), or None: leave norms alone."},
+    )
+    linear: str | None = field(default=None, metadata={"help": "affine_like, norm_like, or None."})
+    conv: str | None = field(default=None, metadata={"help": "affine_like, norm_like (PatchNorm), or None."})
+    branches: list[str] = field(
+        default_factory=lambda: ["dyt"], metadata={"help": "AutoNorm's branches beside the original norm."}
+    )
+    gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "AutoNorm's gate."})
+    include: str | list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Which modules: a string is a regular expression that matches the whole dotted name, a list "
+            "holds exact names or name suffixes (PEFT's grammar). None: all."
+        },
+    )
+    exclude: str | list[str] | None = field(default=None, metadata={"help": "Which modules not; same grammar."})
+    heads: bool = field(
+        default=False, metadata={"help": "Also patch task heads (classifiers); output embeddings never are."}
+    )
+    strength: float = field(default=1.0, metadata={"help": "0: the original bit for bit; 1: the paper's formula."})
+    dyt_alpha: float = field(default=0.5, metadata={"help": "α of pointwise branches before calibration."})
+    seed: int = field(default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gate, dict):
+            object.__setattr__(self, "gate", GateConfig.from_dict(self.gate))
+        if not isinstance(self.gate, GateConfig):
+            raise ConfigError(f"gate={self.gate!r} must be a GateConfig, e.g. GateConfig(kind='softmax')")
+        if isinstance(self.branches, str):
+            raise ConfigError(f"branches={self.branches!r} must be a list, e.g. ['{self.branches}']")
+        object.__setattr__(self, "branches", list(self.branches))
+        for name in ("linear", "conv"):
+            if getattr(self, name) is not None:
+                _choice(name, getattr(self, name), CORRECTIONS)
+        for name in ("include", "exclude"):
+            rule = getattr(self, name)
+            if isinstance(rule, (tuple, set)):
+                rule = sorted(rule) if isinstance(rule, set) else list(rule)
+                object.__setattr__(self, name, rule)
+            if not (rule is None or isinstance(rule, str) or (isinstance(rule, list) and all(isinstance(r, str) for r in rule))):
+                raise ConfigError(f"{name}={rule!r} must be a regular expression or a list of names")
+        _in_range("strength", self.strength, 0.0, 1.0)
+        if isinstance(self.dyt_alpha, bool) or not isinstance(self.dyt_alpha, (int, float)) or not 0 < self.dyt_alpha < 1e6:
+            raise ConfigError(f"dyt_alpha={self.dyt_alpha!r} must be a number > 0")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r} must be a whole number")
+        self._check_branches()
+
+    def _check_branches(self) -> None:
+        from .nn.branches import BRANCHES  # late: the registry may have grown since import
+
+        if not self.branches or len(set(self.branches)) != len(self.branches):
+            raise ConfigError(f"branches={self.branches!r} must name at least one branch, each once")
+        for name in self.branches:
+            _choice("branch", name, tuple(BRANCHES))
+        if self.norm is not None and self.norm != "autonorm":
+            _choice("norm", self.norm, ("autonorm", *BRANCHES))
+
+    def norm_branches(self) -> list[str]:
+        """The branches each norm gets: `norm="dyt"` alone is AutoNorm with the gate fixed on `dyt`."""
+        return self.branches if self.norm == "autonorm" else [self.norm]
+
+    def norm_gate(self) -> GateConfig:
+        """The gate each norm gets, see `norm_branches`."""
+        return self.gate if self.norm == "autonorm" else GateConfig(kind="fixed", value=0.0)
