@@ -1,0 +1,33 @@
+"""One file a task. Each has `load(args: DataArguments) -> Task`; a new file here is a new choice of `--task`."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+TASKS = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+
+
+@dataclass
+class Task:
+    """What `Trainer` needs, beside its own arguments, to learn this task."""
+
+    model: object  # with a fresh head; drawn from the global random state
+    processing_class: object  # tokenizer or image processor, saved beside the model
+    splits: object  # DatasetDict of train, validation and test, with the columns of the model's forward only
+    data_collator: Callable
+    compute_metrics: Callable
+    preprocess_logits_for_metrics: Callable | None = None
+
+
+def load_task(args) -> Task:
+    return importlib.import_module(f"tasks.{args.task}").load(args)
+
+
+def take(splits, max_train: int | None, max_eval: int | None):
+    """At most so many rows of each split, drawn by a fixed seed: files are often sorted."""
+    for name, split in splits.items():
+        limit = max_train if name == "train" else max_eval
+        if limit is not None and limit < len(split):
+            splits[name] = split.shuffle(seed=0).select(range(limit))
+    return splits

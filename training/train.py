@@ -1,0 +1,123 @@
+"""Train a patched model by a recipe, evaluate it, save it.
+
+A run is a recipe and a variant; every field of the recipe can be overridden (`--help` lists them, with all of
+`transformers.TrainingArguments`):
+
+    accelerate launch training/train.py --config training/recipes/word_sentiment.yaml --variant autonorm_s
+
+    accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --variant ln --seed 1 \
+        --max_train_samples 2000 --num_train_epochs 1
+
+From a local copy of the data, calibrated, walked from the original model to the patched one:
+
+    accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --data_dir ../shared/data/ud_english_ewt \
+        --variant dyt --calibrate 8 --strength 0 --strength_ramp_ratio 0.6
+
+Go on after a break (a checkpoint folder, or `last` for the newest in the output folder):
+
+    accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --resume_from_checkpoint last
+
+Several GPUs: `accelerate launch --num_processes 4 ...`. Two processes on a CPU, to try that:
+
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 training/train.py \
+        --config training/recipes/word_sentiment.yaml --use_cpu true --ddp_backend gloo
+
+The output folder gets the model with its tokenizer, the checkpoints, and `results.json`.
+"""
+
+import json
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from transformers import Trainer, enable_full_determinism, set_seed
+
+from arguments import parse_args
+from tasks import load_task
+from variants import VARIANTS, apply_variant
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
+
+
+def main(argv: list[str] | None = None) -> dict:
+    data, variant, training = parse_args(argv)
+
+    # The seed comes before the model: its new head is drawn from it. Trainer sets it again before training.
+    (enable_full_determinism if training.full_determinism else set_seed)(training.seed)
+    with training.main_process_first(desc="load and tokenize"):
+        task = load_task(data)
+    splits = task.splits
+
+    model = task.model.to(training.device)
+    parameters_before = count_parameters(model)
+    batches = []
+    if variant.calibrate:
+        rows = splits["train"].shuffle(seed=0)  # every rank fits on the same rows, and the random state stays as it is
+        size = training.per_device_train_batch_size
+        for start in range(0, min(variant.calibrate * size, len(rows)), size):
+            batch = task.data_collator([rows[i] for i in range(start, min(start + size, len(rows)))])
+            batches.append({name: tensor.to(training.device) for name, tensor in batch.items()})
+    model, callbacks = apply_variant(model, variant, batches, seed=training.seed)
+
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=splits["train"],
+        eval_dataset=splits["validation"],
+        processing_class=task.processing_class,
+        data_collator=task.data_collator,
+        compute_metrics=task.compute_metrics,
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        callbacks=callbacks,
+    )
+    checkpoint = training.resume_from_checkpoint
+    start = time.perf_counter()
+    trained = trainer.train(resume_from_checkpoint=True if checkpoint == "last" else checkpoint)
+    seconds = time.perf_counter() - start
+
+    metrics = {}
+    for split in ("validation", "test"):
+        measured = trainer.evaluate(splits[split], metric_key_prefix=split)
+        trainer.log_metrics(split, measured)
+        metrics[split] = {name.removeprefix(f"{split}_"): value for name, value in measured.items() if name != "epoch"}
+
+    results = {
+        "task": data.task,
+        "variant": variant.variant,
+        "seed": training.seed,
+        "metrics": metrics,
+        "train_loss": trained.training_loss,
+        "callbacks": {type(callback).__name__: callback.state()["attributes"] for callback in callbacks},
+        "rows": {name: len(split) for name, split in splits.items()},
+        "epochs": trainer.state.epoch,
+        "steps": trainer.state.global_step,
+        "seconds": round(seconds, 2),
+        "processes": training.world_size,
+        "parameters": {"total": count_parameters(model), "added": count_parameters(model) - parameters_before},
+        "settings": asdict(data) | asdict(variant),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "command": shlex.join(sys.argv if argv is None else ["training/train.py", *argv]),
+    }
+    if VARIANTS[variant.variant].patch is None:
+        trainer.save_model()
+    elif trainer.is_world_process_zero():
+        import hf_autonorm
+
+        numbers = {f"{split}_{name}": value for split, values in metrics.items() for name, value in values.items()}
+        hf_autonorm.save_pretrained(model, training.output_dir, metrics=numbers)
+        task.processing_class.save_pretrained(training.output_dir)
+    if trainer.is_world_process_zero():
+        Path(training.output_dir, "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
+
+
+def count_parameters(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The variants that runs compare: each is a patch configuration and nothing else.
+
+`patch` holds `PatchConfig` fields, with those of the gate as a `GateConfig` dict; `freeze` adds AutoNorm-S's callback.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Variant:
+    patch: dict | None = field(default_factory=dict)  # None: the model stays as it is
+    gate: dict = field(default_factory=dict)
+    freeze: bool = False
+
+
+VARIANTS = {
+    "ln": Variant(patch=None),  # the model's own norms, whatever they are
+    "dyt": Variant({"norm": "dyt"}),
+    "derf": Variant({"norm": "derf"}),
+    "dyisru": Variant({"norm": "dyisru"}),
+    "rms_norm": Variant({"norm": "rms_norm"}),
+    "adanorm": Variant({"norm": "adanorm"}),
+    "film": Variant({"norm": "film"}),
+    "random": Variant(gate={"kind": "random"}),
+    "autonorm": Variant(),
+    "autonorm_s": Variant(freeze=True),
+    "autonorm_softmax": Variant(gate={"kind": "softmax"}),
+    "autonorm_hard": Variant(gate={"kind": "hard"}),
+    "affine_like": Variant({"norm": None, "linear": "affine_like"}),
+    "norm_like": Variant({"norm": None, "linear": "norm_like"}),
+}
+
+
+def apply_variant(model, args, batches: list[dict], seed: int) -> tuple:
+    """Patches `model` as `args` (`VariantArguments`) say; returns the model and the callbacks that go with it."""
+    variant = VARIANTS[args.variant]
+    if variant.patch is None:
+        return model, []
+    from hf_autonorm import GateConfig, GateFreezeCallback, PatchConfig, StrengthRampCallback, patch
+
+    gate = GateConfig(**{"init_norm_weight": args.init_norm_weight} | variant.gate)
+    config = PatchConfig(**{"norm": "autonorm", "strength": args.strength, "seed": seed} | variant.patch, gate=gate)
+    model = patch(model, config=config, calibrate=batches or None)
+    callbacks = []
+    if args.strength_ramp_ratio is not None:
+        callbacks.append(StrengthRampCallback(end=1.0, ratio=args.strength_ramp_ratio))
+    if variant.freeze:
+        callbacks.append(
+            GateFreezeCallback(
+                freeze_epoch=args.freeze_epoch, entropy_threshold=args.entropy_threshold, rule=args.freeze_rule
+            )
+        )
+    return model, callbacks
