@@ -20,17 +20,17 @@ UNCALIBRATED = 2.0  # an R² that cannot occur: says "not calibrated" in a buffe
 
 
 class MaskHolder:
-    """The attention mask of the current forward of the root model, for gates and branches that pool a sequence.
+    """The attention mask of the model's current forward, for gates and branches that pool a sequence.
 
-    A forward pre-hook on the root fills it. It keeps the mask until the next forward: activation checkpointing
+    A forward pre-hook on the model fills it. It keeps the mask until the next forward: activation checkpointing
     recomputes a layer after the root's forward has returned.
     """
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.mask = valid_tokens(kwargs.get("attention_mask"))
+    def fill(self, attention_mask: Any) -> None:
+        self.mask = valid_tokens(attention_mask)
 
     def __deepcopy__(self, memo: dict) -> MaskHolder:
         return memo.setdefault(id(self), MaskHolder())

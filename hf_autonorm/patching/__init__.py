@@ -1,0 +1,1 @@
+"""Finding what can be patched, patching it, and undoing it."""

@@ -1,0 +1,296 @@
+"""Calibration: a pretrained model survives the patch (no training, a few batches, forward passes only)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from ..errors import ConfigError, NotPatchedError
+from ..nn.autonorm import AutoNorm, valid_tokens
+from ..nn.branches import Branch
+from ..nn.wrapper import Wrapper
+from .lockstep import Lockstep
+from .record import wrappers
+
+# α is searched where α·rms(x) lies between these: below, every curve is a straight line, above, a sign.
+_ALPHA_RANGE = (1e-4, 30.0)
+_SEARCH_TOKENS = 2048  # α needs no more; scale and shift are then solved on all tokens, in float64
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """How well one branch stands in for one layer's original, on the calibration batches."""
+
+    name: str
+    branch: str
+    r2: float  # 1 − Σ(y − ŷ)²/Σ(y − ȳ)², summed over channels, y the original model's output at this layer
+    alpha: float | None  # of pointwise branches
+
+
+@dataclass
+class CalibrationReport:
+    """What `calibrate` did. Drift is the mean cosine, over valid positions, between the model's output and the original's,
+    at full strength: 1 is the original."""
+
+    rows: list[FitRow] = field(default_factory=list)
+    cosine_before: float = float("nan")
+    cosine_after: float = float("nan")
+    never_called: list[str] = field(default_factory=list)
+
+    def table(self):
+        """A `rich.table.Table`."""
+        from rich.table import Table
+
+        table = Table(title=f"cosine with the original's output: {self.cosine_before:.4f} → {self.cosine_after:.4f}")
+        for column in ("module", "branch", "R²", "α"):
+            table.add_column(column, justify="left" if column in ("module", "branch") else "right")
+        for row in self.rows:
+            table.add_row(row.name, row.branch, f"{row.r2:.4f}", "" if row.alpha is None else f"{row.alpha:.4g}")
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
+    """Fits the patch to the original, layer after layer, in forward passes only.
+
+    Each pointwise branch gets the α (by a one-dimensional search) and the per-channel scale and shift (in closed form) that
+    come closest, in least squares, to what the original model computes at this layer, given the input that the layers
+    fitted before it produce. Padding is left out (by `attention_mask`), the sums are in float64. The selectors' first layers
+    are scaled to the size of their inputs. The function at λ = 0 does not change, nor does the random state.
+
+    Args:
+        model: a patched model.
+        batches: dictionaries (`model(**batch)`), tensors or tuples. All are held at once, with one output per patched
+            layer: some hundred sentences are plenty.
+
+    Returns a CalibrationReport: R² per layer and the drift of the model's output before and after.
+    """
+    found = wrappers(model)
+    if not found:
+        raise NotPatchedError(f"{type(model).__name__} holds no patched module; call patch(model) first")
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    if not batches:
+        raise ConfigError("calibrate got no batch; pass an iterable of model inputs, e.g. [tokenizer(texts, …)]")
+    masks = [valid_tokens(batch.get("attention_mask")) if isinstance(batch, Mapping) else None for batch in batches]
+    before = {wrapper: wrapper.scalar("strength") for _, wrapper in found}
+    with _undisturbed(model), torch.no_grad():
+        try:
+            _set_strength(found, 0.0)
+            kept, originals = _keep_outputs(model, found, batches)
+            _set_strength(found, 1.0)
+            uncalibrated = [_forward(model, batch) for batch in batches]
+            report = CalibrationReport(cosine_before=_cosine(originals, uncalibrated, masks))
+            fitted = _fit_in_lockstep(model, found, batches, masks, kept, report)
+        finally:
+            for wrapper, strength in before.items():
+                wrapper.set_scalar("strength", strength)
+    report.cosine_after = _cosine(originals, fitted, masks)
+    fitted_names = {row.name for row in report.rows}
+    report.never_called = [name for name, w in found if isinstance(w, AutoNorm) and name not in fitted_names]
+    order = {name: i for i, (name, _) in enumerate(found)}
+    report.rows.sort(key=lambda row: order[row.name])
+    return report
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """One call of one layer in the original's pass over one batch."""
+
+    x: Tensor | None  # kept only where a layer is called more than once
+    y: Tensor
+
+
+def _keep_outputs(model: nn.Module, found: list[tuple[str, Wrapper]], batches: list[Any]):
+    """(for each batch, the calls of each wrapper; the model's outputs), with every wrapper at strength 0."""
+    kept: list[dict[Wrapper, list[_Call]]] = []
+
+    def keep(wrapper: Wrapper, args: tuple, kwargs: dict, output: Tensor) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        kept[-1].setdefault(wrapper, []).append(_Call(x.detach(), output.detach()))
+
+    handles = [w.register_forward_hook(keep, with_kwargs=True) for _, w in found]
+    outputs = []
+    try:
+        for batch in batches:
+            kept.append({})
+            outputs.append(_forward(model, batch))
+            for calls in kept[-1].values():
+                if len(calls) == 1:
+                    calls[0].x = None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return kept, outputs
+
+
+def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationReport) -> list[Any]:
+    """The second pass: fits each wrapper when the pass reaches it. Returns the model's outputs, all layers fitted."""
+    lockstep = Lockstep()
+    names = {wrapper: name for name, wrapper in found}
+
+    def meet(wrapper: Wrapper, args: tuple, kwargs: dict) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        index = lockstep.current_index
+        holder = getattr(wrapper, "mask_holder", None)
+        mask = None if holder is None else holder.mask
+        lockstep.meet(wrapper, (index, x.detach()))
+        if holder is not None:
+            holder.mask = mask  # other passes have run in between
+
+    def deal(wrapper: Wrapper, payloads: list[tuple[int, Tensor]]) -> None:
+        xs, ys = [], []
+        for index, x in payloads:
+            calls = kept[index].get(wrapper)
+            if not calls:  # the patched model takes another way than the original (experts): nothing to compare with
+                continue
+            inputs = [x, *(call.x for call in calls[1:])]  # later calls of a shared layer: the original's inputs
+            for value, call in zip(inputs, calls):
+                if value.shape == call.y.shape:
+                    xs.append(_valid_rows(value, wrapper.channel_axis, masks[index]))
+                    ys.append(_valid_rows(call.y, wrapper.channel_axis, masks[index]))
+        if xs and isinstance(wrapper, AutoNorm):
+            report.rows += fit_autonorm(wrapper, names[wrapper], torch.cat(xs), torch.cat(ys))
+
+    handles = [w.register_forward_pre_hook(meet, with_kwargs=True) for _, w in found]
+    try:
+        return lockstep.run([lambda batch=batch: _forward(model, batch) for batch in batches], deal)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _set_strength(found: list[tuple[str, Wrapper]], strength: float) -> None:
+    for _, wrapper in found:
+        wrapper.set_scalar("strength", strength)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every module's mode and the random state as they were after it."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _valid_rows(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
+    """(tokens, channels) in float64, without padding."""
+    x = x.movedim(axis, -1)
+    if mask is not None and x.dim() >= 3 and x.shape[:2] == mask.shape:
+        x = x[mask.to(x.device)]
+    elif mask is not None and x.dim() == 2 and x.shape[0] == mask.numel():
+        x = x[mask.to(x.device).flatten()]
+    return x.reshape(-1, x.shape[-1]).double()
+
+
+def main_output(output: Any) -> Tensor | None:
+    """The first floating tensor of a model's output that has positions or classes (skips a scalar loss)."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.dim() >= 2 else None
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    return next((t for t in map(main_output, values) if t is not None), None)
+
+
+def _cosine(references: list[Any], outputs: list[Any], masks: list[Tensor | None]) -> float:
+    """Mean cosine over valid positions between the main outputs of two models."""
+    total, count = 0.0, 0
+    for reference, output, mask in zip(references, outputs, masks):
+        a, b = main_output(reference), main_output(output)
+        if a is None or b is None or a.shape != b.shape:
+            continue
+        a, b = _valid_rows(a, -1, mask), _valid_rows(b, -1, mask)
+        similarity = nn.functional.cosine_similarity(a, b, dim=-1)
+        total, count = total + similarity.sum().item(), count + len(similarity)
+    return total / count if count else float("nan")
+
+
+# --- fits ------------------------------------------------------------------------------------------------------------
+
+
+def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRow]:
+    """Fits the branches of one layer to targets y given inputs x, both (tokens, channels) in float64."""
+    finite = x.isfinite().all(-1) & y.isfinite().all(-1)
+    x, y = x[finite], y[finite]
+    if len(x) < 2:
+        return []
+    rows = []
+    for index, (branch_name, branch) in enumerate(zip(layer.branch_names, layer.bias_branches)):
+        if branch.pointwise:
+            r2 = _fit_pointwise(branch, x, y)
+        else:
+            view = x.T[None] if branch.channel_axis == 1 else x[None]
+            output = branch(view)[0]
+            r2 = _r2((output.T if branch.channel_axis == 1 else output) - y, y)
+        layer.r2[index] = r2
+        rows.append(FitRow(name, branch_name, r2, float(branch.alpha) if branch.pointwise else None))
+    if layer.bias_gate.learns and layer.gate.granularity != "layer" and not layer.bias_gate.weight_out.any():
+        # The selector says nothing yet: scale its first layer so that hidden units see inputs of size one.
+        size = x.square().mean(-1).sqrt().mean()
+        weight = layer.bias_gate.weight_in
+        wanted = (3 * layer.width) ** -0.5 / size.clamp(min=1e-12)  # nn.Linear's standard deviation, over the size
+        weight.mul_(wanted / weight.double().square().mean().sqrt().clamp(min=1e-30))
+    return rows
+
+
+def _fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
+    """α by search, weight and bias per channel in closed form; returns R² of the branch as it stands after it."""
+    centered = branch.bias is not None
+
+    def solve(alpha: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
+        t = branch.curve(x * alpha)
+        t_mean = t.mean(0) if centered else torch.zeros_like(t[0])
+        y_mean = y.mean(0) if centered else torch.zeros_like(y[0])
+        t, target = t - t_mean, y - y_mean
+        weight = (t * target).sum(0) / t.square().sum(0).clamp(min=torch.finfo(t.dtype).tiny)
+        return weight, y_mean - weight * t_mean, (target - weight * t).square().sum().item()
+
+    some = slice(None, None, -(-len(x) // _SEARCH_TOKENS))
+    some_x, some_y = x[some].float(), y[some].float()
+    loss = lambda log_alpha: solve(math.exp(log_alpha), some_x, some_y)[2]  # noqa: E731
+    size = x.square().mean().sqrt().item() or 1.0
+    low, high = (math.log(a / size) for a in _ALPHA_RANGE)
+    grid = torch.linspace(low, high, 13).tolist()
+    losses = [loss(g) for g in grid]
+    best = min(range(len(grid)), key=losses.__getitem__)
+    bounds = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-2})
+    branch.alpha.fill_(math.exp(found.x if found.fun < losses[best] else grid[best]))
+    weight, bias, _ = solve(branch.alpha.double().item(), x, y)  # with α as rounded to the parameter's dtype
+    branch.weight.copy_(weight)
+    if centered:
+        branch.bias.copy_(bias)
+    fitted = branch.curve(x * branch.alpha.double()) * branch.weight.double()
+    return _r2(y - (fitted + branch.bias.double() if centered else fitted), y)
+
+
+def _r2(residual: Tensor, y: Tensor) -> float:
+    """1 − Σ residual²/Σ(y − ȳ)², never above 1; a constant y counts as explained where the residual is zero."""
+    left, total = residual.square().sum().item(), (y - y.mean(0)).square().sum().item()
+    return 1 - left / total if total > 0 else (1.0 if left == 0 else 0.0)

@@ -1,0 +1,115 @@
+"""What was patched, written into the transformers config, so that a saved model can be rebuilt.
+
+`config.quantization_config = {"quant_method": "autonorm", "version": …, "patches": [{"spec": …, "modules": […]}, …]}`: the
+one door through which stock `from_pretrained` lets a package change modules before the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import sys
+from typing import Any
+
+from torch import nn
+
+from ..nn.wrapper import Wrapper
+
+QUANT_METHOD = "autonorm"
+# Where the model is quantised too, `quantization_config` belongs to that method; ours stands beside it.
+BESIDE = "autonorm_config"
+
+
+def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
+    """All wrappers with their names, each object once, in the model's order."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, Wrapper)]
+
+
+def patch_entries(model: nn.Module) -> list[dict[str, Any]]:
+    """`[{"spec": PatchConfig as a dict, "modules": names}]`, one entry for each distinct setting."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, wrapper in wrappers(model):
+        config = getattr(wrapper, "patch_config", None)
+        if config is not None:
+            entry = entries.setdefault(config.to_json(), {"spec": config.to_dict(), "modules": []})
+            entry["modules"].append(name)
+    return list(entries.values())
+
+
+def record_dict(model: nn.Module) -> dict[str, Any] | None:
+    """The whole record of `model`, JSON-ready, or None where nothing is patched."""
+    from .. import __version__
+
+    entries = patch_entries(model)
+    record = {"quant_method": QUANT_METHOD, "version": __version__, "patches": entries}
+    return json.loads(json.dumps(record)) if entries else None
+
+
+def read_record(config: Any) -> dict[str, Any] | None:
+    """Our record in a transformers config, wherever it stands."""
+    for attribute in ("quantization_config", BESIDE):
+        record = getattr(config, attribute, None)
+        record = record.to_dict() if hasattr(record, "to_dict") else record
+        if isinstance(record, dict) and record.get("quant_method") == QUANT_METHOD:
+            return record
+    return None
+
+
+def update_record(model: nn.Module) -> None:
+    """Makes every config that describes `model`, a part of it, or a model it is part of, say what is patched now.
+
+    The config objects are copied first (an unpatched model may share them), all modules of the tree switch to the copy.
+    """
+    for root in _roots(model):
+        _update_root(root)
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """`model`, or the outermost models in memory that contain it: `patch(model.encoder)` must show in `model`'s config."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    above = [
+        o
+        for o in gc.get_objects()
+        if issubclass(type(o), PreTrainedModel) and o is not model and any(m is model for m in o.modules())
+    ]
+    outermost = [o for o in above if not any(m is o for other in above if other is not o for m in other.modules())]
+    return outermost or [model]
+
+
+def _update_root(root: nn.Module) -> None:
+    from transformers import PreTrainedConfig
+
+    memo: dict[int, Any] = {}
+    holders: dict[int, tuple[Any, nn.Module]] = {}  # config id → (config, its outermost module)
+    for module in root.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            holders.setdefault(id(config), (config, module))
+    records = {key: record_dict(module) for key, (_, module) in holders.items()}
+    changed = {key for key, (config, _) in holders.items() if read_record(config) != records[key]}
+    if not changed:
+        return
+    for config, _ in holders.values():
+        copy.deepcopy(config, memo)
+    for module in root.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = memo[id(config)]
+    for key in holders:
+        _write(memo[key], records[key])
+
+
+def _write(config: Any, record: dict[str, Any] | None) -> None:
+    if read_record(config) is not None:
+        for attribute in ("quantization_config", BESIDE):
+            value = getattr(config, attribute, None)
+            value = value.to_dict() if hasattr(value, "to_dict") else value
+            if isinstance(value, dict) and value.get("quant_method") == QUANT_METHOD:
+                delattr(config, attribute)
+    if record is not None:
+        foreign = getattr(config, "quantization_config", None) is not None
+        setattr(config, BESIDE if foreign else "quantization_config", record)
