@@ -294,3 +294,10 @@ REFERENCE: dict[str, Callable[[], PreTrainedConfig]] = {
 
 # last touches to the finished config
 FINISH: dict[str, Callable[[PreTrainedConfig], None]] = {"dbrx": _finish_dbrx}
+
+# set on the finished config for one head only
+SET_FOR_HEAD: dict[tuple[str, str], dict[str, object]] = {
+    ("beit", "semantic_segmentation"): {"out_indices": [1, 2, 1, 2]},
+    ("dpt", "depth_estimation"): {"backbone_out_indices": [0, 1, 0, 1]},
+    ("dpt", "semantic_segmentation"): {"backbone_out_indices": [0, 1, 0, 1]},
+}

@@ -1,7 +1,12 @@
 """What the integer fields of transformers configs mean, by their names: the vocabulary of `rules.py`."""
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Widths of the residual stream, embeddings and projections.
-WIDTH = frozenset(
+WIDTH = _names(
     """
     adapter_hidden_size audio_embed_dim audio_hidden_size backbone_hidden_dim backbone_hidden_size
     bottleneck_hidden_size codec_hidden_size cond_dim cond_hidden_size conv_hidden_size cross_attention_dim
@@ -16,11 +21,11 @@ WIDTH = frozenset(
     prompt_embed_dim qformer_hidden_size shared_embedding_size speaker_embedding_size sub_hidden_size
     target_hidden_size text_config_hidden_size text_dim text_embed_dim text_hidden_size vision_dim vision_embed_dim
     vision_feature_dim vision_hidden_size vision_output_dim width word_embed_proj_dim
-    """.split()
+    """
 )
 
 # Widths inside a dense feed-forward block.
-INNER_WIDTH = frozenset(
+INNER_WIDTH = _names(
     """
     adapter_intermediate_size block_ff_dim connector_intermediate_size d_ff d_inner decoder_feedforward_dim
     decoder_ffn_dim decoder_intermediate_size dense_intermediate_size dim_feedforward encoder_feedforward_dim
@@ -30,20 +35,20 @@ INNER_WIDTH = frozenset(
     memory_fuser_intermediate_dim merger_intermediate_size mlp_dim mlp_hidden_size n_inner
     predictor_intermediate_size proj_intermediate_size projection_intermediate_size projector_hidden_size
     vision_intermediate_size
-    """.split()
+    """
 )
 
 # Widths inside one expert.
-EXPERT_WIDTH = frozenset(
+EXPERT_WIDTH = _names(
     """
     expert_ffn_dim expert_ffn_hidden_size expert_hidden_size expert_intermediate_size moe_ffn_hidden_size
     moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size routed_expert_intermediate_size
     shared_expert_intermediate_size shared_expert_size shared_intermediate_size
-    """.split()
+    """
 )
 
 # Numbers of layers.
-LAYERS = frozenset(
+LAYERS = _names(
     """
     audio_num_hidden_layers dec_layers decoder_depth decoder_layers decoder_num_hidden_layers decoder_num_layers
     depth enc_layers encoder_depth encoder_layers encoder_num_hidden_layers encoder_num_layers entity_layers
@@ -54,11 +59,11 @@ LAYERS = frozenset(
     r_layers resampler_depth speech_decoder_layers speech_encoder_layers t2u_decoder_layers t2u_encoder_layers
     text_decoder_layers text_encoder_depth text_encoder_layers text_encoder_num_layers transformer_layers
     vision_layers x_layers
-    """.split()
+    """
 )
 
 # Numbers of query heads.
-HEADS = frozenset(
+HEADS = _names(
     """
     attention_heads audio_num_attention_heads dec_heads decoder_attention_heads decoder_num_attention_heads
     decoder_num_head decoder_num_heads enc_heads encoder_attention_heads encoder_num_attention_heads
@@ -68,40 +73,40 @@ HEADS = frozenset(
     predictor_num_attention_heads qformer_num_attention_heads resampler_n_heads speech_encoder_attention_heads
     swa_num_attention_heads t2u_decoder_attention_heads t2u_encoder_attention_heads text_decoder_attention_heads
     text_encoder_attention_heads text_num_attention_heads transformer_heads vision_num_attention_heads
-    """.split()
+    """
 )
 
 # Numbers of key/value heads.
-KV_HEADS = frozenset(
+KV_HEADS = _names(
     """
     decoder_num_key_value_heads encoder_num_key_value_heads multi_query_group_num n_head_kv n_kv_heads
     num_global_key_value_heads num_key_value_groups_heads num_key_value_heads num_kv_heads swa_num_key_value_heads
     text_num_key_value_heads
-    """.split()
+    """
 )
 
 # Widths of one head.
-HEAD_WIDTH = frozenset(
+HEAD_WIDTH = _names(
     """
     attention_head_dim attention_head_size attention_key_dim cross_head_dim d_head d_kv decoder_head_dim dim_head
     encoder_head_dim gdn_head_dim global_head_dim head_dim kv_channels linear_key_head_dim linear_value_head_dim
     qk_nope_head_dim qk_rope_head_dim query_pre_attn_scalar resampler_head_dim self_attn_head_dim swa_head_dim
     swa_v_head_dim v_head_dim
-    """.split()
+    """
 )
 
 # Numbers of routed experts.
-EXPERTS = frozenset(
+EXPERTS = _names(
     """
     moe_n_routed_experts moe_num_experts n_experts n_routed_experts num_experts num_local_experts num_moe_experts
     num_routed_experts text_num_experts
-    """.split()
+    """
 )
 
 # Numbers of experts that a token is sent to.
-EXPERTS_PER_TOKEN = frozenset(
+EXPERTS_PER_TOKEN = _names(
     """
     experts_per_token moe_k moe_num_active_experts moe_top_k moe_topk num_activated_experts num_experts_per_tok
     num_experts_per_token num_selected_experts top_k_experts
-    """.split()
+    """
 )

@@ -43,9 +43,22 @@ STRATEGIES = {
     )
 }
 
-_POSITIONS = """max_position_embeddings n_positions max_sequence_length max_seq_len n_ctx max_target_positions
-max_seq_length""".split()
-_WINDOWS = "sliding_window sliding_window_size attention_chunk_size local_attention attention_window_size".split()
+_POSITIONS = [
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+    "max_target_positions",
+    "max_seq_length",
+]
+_WINDOWS = [
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "local_attention",
+    "attention_window_size",
+]
 _IMAGE_SIZES = ("image_size", "pretrain_image_size", "input_image_size", "img_size")
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_moe_layer")
 _QUERIES = ("num_queries", "num_proposals", "num_query_tokens", "num_object_queries", "mm_tokens_per_image")
@@ -187,7 +200,7 @@ def shrink_list(name: str, value: list | tuple, siblings: dict, strategy: Strate
         return kind([HIDDEN] * len(value))
     if name in ("conv_dim", "tdnn_dim"):
         return kind([32] * len(value))
-    if name in ("hidden_sizes", "embed_dims", "dims", "neck_hidden_sizes", "embed_dim", "decoder_channels", "stage_dims"):
+    if name in _STAGE_WIDTHS:
         heads = siblings.get("num_attention_heads") or siblings.get("num_heads")
         return kind(_stage_widths([max(8, e // 4) for e in value], heads))
     return value
@@ -226,13 +239,22 @@ def layers_to_keep(fields: dict, depth: int) -> tuple[list[int], dict]:
     kinds: dict[tuple, int] = {}
     for i in range(depth):
         # a list of many different numbers grades the layers instead of telling kinds apart
-        telling = [(k, v[i]) for k, v in sorted(per_layer.items()) if isinstance(v[i], (str, bool)) or len(set(v)) <= 3]
+        telling = (v[i] for _, v in sorted(per_layer.items()) if isinstance(v[i], (str, bool)) or len(set(v)) <= 3)
         kinds.setdefault(tuple(telling), i)
     keep = sorted(kinds.values())[:6]
     keep = sorted(keep + [i for i in range(depth) if i not in keep][: max(0, 2 - len(keep))])
     return keep, {k: type(v)(v[i] for i in keep) for k, v in per_layer.items()}
 
 
+_STAGE_WIDTHS = [
+    "hidden_sizes",
+    "embed_dims",
+    "dims",
+    "neck_hidden_sizes",
+    "embed_dim",
+    "decoder_channels",
+    "stage_dims",
+]
 _PER_STAGE = {"out_indices", "out_features", "stage_names", "depths", "embed_dims", "num_heads", "image_size"}
 
 

@@ -15,7 +15,6 @@ from .rules import (
     HEAD_DIM,
     Strategy,
     TokenIds,
-    is_token_id,
     layers_to_keep,
     shrink_int,
     shrink_list,
@@ -56,7 +55,7 @@ def _shrink(config: PreTrainedConfig, strategy: Strategy, tokens: TokenIds, name
     keep = cases.KEEP.get(model_type, ())
     declared = {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
 
-    chosen = _layer_choice(fields, strategy, tokens, keep)
+    chosen = _layer_choice(fields, declared or fields, strategy, tokens, keep)
     chosen |= {k: fields[k] for k in keep if k in fields}
     for k in extra:
         if declared and k not in declared and k in fields and k not in ("out_indices", "out_features", "model_type"):
@@ -71,10 +70,9 @@ def _shrink(config: PreTrainedConfig, strategy: Strategy, tokens: TokenIds, name
             chosen[k] = value
     if isinstance(fields.get("rope_parameters"), dict) and not strategy.shallow:
         chosen["rope_parameters"] = _rope(cls, fields, chosen, strategy)
-    if strategy.mode == "uniform" and chosen.get("head_dim") and "v_head_dim" in fields:
-        # in latent attention, head_dim may be another name of the rotary width
-        if fields["head_dim"] == fields.get("qk_rope_head_dim"):
-            chosen["head_dim"] = chosen.get("qk_rope_head_dim", chosen["head_dim"])
+    latent = strategy.mode == "uniform" and chosen.get("head_dim") and "v_head_dim" in fields
+    if latent and fields["head_dim"] == fields.get("qk_rope_head_dim"):  # two names of the rotary width
+        chosen["head_dim"] = chosen.get("qk_rope_head_dim", chosen["head_dim"])
 
     forced = cases.SET.get(model_type, {}) | (cases.SET_NESTED.get(model_type, {}) if nested else {})
     for k, v in forced.items():
@@ -84,7 +82,7 @@ def _shrink(config: PreTrainedConfig, strategy: Strategy, tokens: TokenIds, name
     return cls(**chosen)
 
 
-def _layer_choice(fields: dict, strategy: Strategy, tokens: TokenIds, keep: tuple) -> dict:
+def _layer_choice(fields: dict, declared: dict, strategy: Strategy, tokens: TokenIds, keep: tuple) -> dict:
     """The number of layers with the lists that run along it, and the indices of a backbone's outputs."""
     name = next((n for n in _DEPTH_FIELDS if type(fields.get(n)) is int), None)
     depths = fields.get("depths")
@@ -93,8 +91,8 @@ def _layer_choice(fields: dict, strategy: Strategy, tokens: TokenIds, keep: tupl
     chosen, kept = {}, []
     if name:
         kept, lists = layers_to_keep(fields, fields[name])
-        chosen = {k: v for k, v in lists.items() if k not in keep}
-        chosen[name] = len(kept) or shrink_int(name, fields[name], fields, strategy, tokens)
+        chosen = lists | {name: len(kept) or shrink_int(name, fields[name], fields, strategy, tokens)}
+        chosen = {k: v for k, v in chosen.items() if k in declared and k not in keep}
     outputs = fields.get("_out_indices")
     if not outputs:
         return chosen
