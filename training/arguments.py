@@ -43,11 +43,13 @@ class DataArguments:
 @dataclass
 class VariantArguments:
     variant: str = field(
-        default="autonorm", metadata={"help": "What the model is patched with; `ln`: nothing.", "choices": list(VARIANTS)}
+        default="autonorm",
+        metadata={"help": "What the model is patched with; `ln`: nothing.", "choices": list(VARIANTS)},
     )
     strength: float = field(default=1.0, metadata={"help": "0: the original model; 1: the paper's formula."})
     strength_ramp_ratio: float | None = field(
-        default=None, metadata={"help": "Raise the strength linearly to 1 over this share of the steps; unset: no ramp."}
+        default=None,
+        metadata={"help": "Raise the strength linearly to 1 over this share of the steps; unset: no ramp."},
     )
     calibrate: int = field(default=0, metadata={"help": "Batches of training data to fit the patch on; 0: no fit."})
     init_norm_weight: float = field(default=0.9, metadata={"help": "The gate's first weight on the original norm."})

@@ -5,7 +5,7 @@ local folders; the tags may be strings or class labels.
 """
 
 import torch
-from datasets import DatasetDict, Sequence, load_dataset
+from datasets import DatasetDict, Sequence, Value, load_dataset
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
 from metrics import load_metric
@@ -40,7 +40,9 @@ def load(args) -> Task:
         splits=splits,
         data_collator=DataCollatorForTokenClassification(tokenizer),
         compute_metrics=scorer(),
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),  # one index a token is kept, not 17 scores
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(
+            -1
+        ),  # one index a token is kept, not 17 scores
     )
 
 
@@ -53,7 +55,7 @@ def with_string_tags(splits: DatasetDict, label: str) -> DatasetDict:
         return {label: [feature.int2str(row) for row in batch[label]]}
 
     features = next(iter(splits.values())).features.copy()
-    features[label] = Sequence("string")
+    features[label] = Sequence(Value("string"))
     return splits.map(to_strings, batched=True, features=features, desc="Reading tags")
 
 

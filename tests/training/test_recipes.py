@@ -1,0 +1,233 @@
+"""Recipes, data and runs of training/train.py."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("evaluate")
+
+from arguments import parse_args
+from datasets import ClassLabel, Dataset, DatasetDict, Sequence
+from metrics import load_metric
+from models import resolve_model
+from tasks import TASKS, take
+from tasks.pos_tagging import encoder, with_string_tags
+from tasks.word_sentiment import load_lexicon, split_by_family, split_of
+from train import main
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    DataCollatorForTokenClassification,
+)
+
+RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
+
+
+def write_recipe(folder: Path, text: str) -> list[str]:
+    (folder / "recipe.yaml").write_text(text)
+    return ["--config", str(folder / "recipe.yaml")]
+
+
+# --- Settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses(recipe):
+    data, variant, training = parse_args(["--config", str(recipe), "--variant", "ln", "--seed", "7"])
+    assert data.task in TASKS
+    assert (variant.variant, training.seed) == ("ln", 7)
+    assert training.output_dir.endswith("ln-7")
+
+
+def test_command_line_overrides_recipe(tmp_path):
+    recipe = write_recipe(
+        tmp_path,
+        """
+        task: word_sentiment
+        output_dir: runs/x
+        learning_rate: 1e-3  # a string to YAML
+        bf16: false
+        gradient_checkpointing: true
+        label_names: [labels, more]
+        lr_scheduler_kwargs: {num_cycles: 2}
+        max_train_samples: null
+        """,
+    )
+    data, _, training = parse_args(recipe)
+    assert training.learning_rate == 1e-3
+    assert training.gradient_checkpointing is True and training.bf16 is False
+    assert training.label_names == ["labels", "more"]
+    assert training.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert data.max_train_samples is None
+
+    data, _, training = parse_args(
+        [*recipe, "--learning_rate", "0.5", "--gradient_checkpointing", "false", "--max_train_samples", "3"]
+    )
+    assert (training.learning_rate, training.gradient_checkpointing, data.max_train_samples) == (0.5, False, 3)
+
+
+@pytest.mark.parametrize("field, nearest", [("learnig_rate", "learning_rate"), ("varient", "variant")])
+def test_unknown_field_names_the_nearest(tmp_path, field, nearest):
+    recipe = write_recipe(tmp_path, f"task: word_sentiment\n{field}: 1")
+    with pytest.raises(ValueError, match=rf"'{field}' in .*recipe\.yaml.*'{nearest}'"):
+        parse_args(recipe)
+    with pytest.raises(ValueError, match=rf"'{field}' in the command line.*'{nearest}'"):
+        parse_args(["--task", "word_sentiment", f"--{field}", "1"])
+
+
+def test_wrong_values_are_refused(tmp_path, capsys):
+    for text in ("task: word_sentimental", "task: word_sentiment\nvariant: layernorm", "seed: many"):
+        with pytest.raises(SystemExit):
+            parse_args(write_recipe(tmp_path, text))
+        assert "invalid" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="No task"):
+        parse_args([])
+
+
+# --- Data -----------------------------------------------------------------------------------------------------------
+
+
+def test_word_splits_keep_families_together_and_lose_no_row():
+    lexicon = load_lexicon()
+    splits = split_by_family(lexicon)
+    assert len(lexicon) == 7520 and not any(rating == 0 for rating in lexicon["rating"])
+    assert Counter(word for split in splits.values() for word in split["word"]) == Counter(lexicon["word"])
+    families = {name: {word.lower()[:4] for word in split["word"]} for name, split in splits.items()}
+    assert not families["train"] & families["validation"]
+    assert not families["train"] & families["test"]
+    assert not families["validation"] & families["test"]
+    assert 0.65 < len(splits["train"]) / len(lexicon) < 0.75
+    assert all(len(splits[name]) > 1000 for name in ("validation", "test"))
+    assert split_of("LOL") == split_of("lol")
+
+
+def test_limits_draw_the_same_rows_from_everywhere():
+    def splits():
+        return DatasetDict({name: Dataset.from_dict({"x": list(range(500))}) for name in ("train", "validation")})
+
+    first, second = take(splits(), 50, 20), take(splits(), 50, 20)
+    assert len(first["train"]) == 50 and len(first["validation"]) == 20
+    assert first["train"]["x"] == second["train"]["x"]
+    assert max(first["train"]["x"]) > 250  # not the head of a sorted file
+    assert len(take(splits(), None, 10_000)["validation"]) == 500
+
+
+TAGS = {"NOUN": 0, "VERB": 1, "PUNCT": 2}
+WORDS = ["dog", "unbelievableness", "n't", "e-mail@example.com", "ßtraße", "日本", "...", "\u200d", "", "\n"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("max_length", [None, 12])
+def test_each_word_is_labelled_once_on_its_first_sub_token(seed, max_length):
+    rng = random.Random(seed)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("minilm"))
+    sentences = [[rng.choice(WORDS) for _ in range(rng.randint(1, 20))] for _ in range(30)]
+    tags = [[rng.choice(list(TAGS)) for _ in sentence] for sentence in sentences]
+    encoded = encoder(tokenizer, "words", "tags", TAGS, max_length)({"words": sentences, "tags": tags})
+    for row, sentence in enumerate(sentences):
+        words, labels = encoded.word_ids(row), encoded["labels"][row]
+        assert len(labels) == len(words) == len(encoded["input_ids"][row])
+        labelled = [word for word, label in zip(words, labels) if label != -100]
+        assert labelled == sorted({word for word in words if word is not None})  # each once, in order
+        assert all(words.index(word) == words[1:].index(word) + 1 and labels[words.index(word)] == TAGS[tags[row][word]]
+                   for word in labelled)  # fmt: skip
+        if max_length is None:  # only what the tokenizer itself drops has no label
+            assert labelled == [i for i, word in enumerate(sentence) if tokenizer.tokenize(word)]
+
+    rows = [{key: encoded[key][row] for key in encoded} for row in range(30)]
+    batch = DataCollatorForTokenClassification(tokenizer)(rows)
+    assert batch["labels"].shape == batch["input_ids"].shape
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert (batch["labels"] != -100).sum() == sum(label != -100 for row in encoded["labels"] for label in row)
+
+
+def test_tags_may_be_class_labels():
+    strings = DatasetDict(train=Dataset.from_dict({"tokens": [["a", "b"], ["c"]], "upos": [["X", "NOUN"], ["X"]]}))
+    features = strings["train"].features.copy()
+    features["upos"] = Sequence(ClassLabel(names=["NOUN", "X"]))
+    classes = DatasetDict(
+        train=Dataset.from_dict({"tokens": [["a", "b"], ["c"]], "upos": [[1, 0], [1]]}, features=features)
+    )
+    assert with_string_tags(classes, "upos")["train"].to_list() == strings["train"].to_list()
+    assert with_string_tags(strings, "upos") is strings
+
+
+def test_metrics_load_from_the_repo():
+    predictions, references = [0, 0, 1, 2], [0, 1, 1, 1]
+    assert load_metric("accuracy").compute(predictions=predictions, references=references) == {"accuracy": 0.5}
+    f1 = load_metric("f1")
+    for average, value in {"micro": 0.5, "macro": (2 / 3 + 1 / 2 + 0) / 3}.items():
+        assert f1.compute(predictions=predictions, references=references, average=average)["f1"] == pytest.approx(
+            value
+        )
+
+
+# --- Runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(root, tiny_bert, tagged_words, tmp_path, monkeypatch):
+    def run(recipe: str, *options: str, out: str = "run") -> tuple[dict, Path]:
+        if recipe == "pos_ewt":
+            options = (f"--data_dir={tagged_words}", *options)
+        command = f"--config {root}/training/recipes/{recipe}.yaml --model_name_or_path {tiny_bert} --use_cpu true"
+        command += f" --output_dir {tmp_path / out} --max_steps 3 --per_device_train_batch_size 4"
+        command += " --max_train_samples 64 --max_eval_samples 16 --eval_strategy no --save_strategy no"
+        return main([*command.split(), "--disable_tqdm=true", *options]), tmp_path / out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "recipe, auto_class",
+    [("word_sentiment", AutoModelForSequenceClassification), ("pos_ewt", AutoModelForTokenClassification)],
+)
+def test_three_steps_of_a_recipe(run, recipe, auto_class):
+    results, folder = run(recipe, "--variant=ln", "--eval_strategy=epoch")
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert (results["variant"], results["seed"], results["steps"], results["processes"]) == ("ln", 42, 3, 1)
+    assert results["parameters"]["added"] == 0 and results["callbacks"] == {}
+    for split in ("validation", "test"):
+        assert 0 <= results["metrics"][split]["accuracy"] <= 1
+        assert {"f1_macro", "loss"} <= results["metrics"][split].keys()
+
+    # What was saved predicts what was scored.
+    model, tokenizer = auto_class.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    if recipe == "pos_ewt":
+        assert results["metrics"]["test"]["words"] == 8 * (6 + 3)
+        sentence = ["I", "do", "n't", "like", "antidisestablishmentarianism", "."]
+        inputs = tokenizer(sentence, is_split_into_words=True, return_tensors="pt")
+        assert model.config.id2label[int(model(**inputs).logits[0, 1].argmax())] in {"PRON", "NOUN", "VERB", "AUX", "PART", "PUNCT"}  # fmt: skip
+    else:
+        assert model.config.label2id == {"negative": 0, "positive": 1}
+        words = take(split_by_family(load_lexicon()), None, 16)["test"]
+        with torch.no_grad():
+            logits = model(**tokenizer(list(words["word"]), padding=True, return_tensors="pt")).logits
+        right = logits.argmax(-1) == torch.tensor([rating > 0 for rating in words["rating"]])
+        assert float(right.double().mean()) == results["metrics"]["test"]["accuracy"]
+
+
+@pytest.mark.parametrize("recipe", ["word_sentiment", "pos_ewt"])
+def test_same_seed_same_bits_and_so_after_a_break(run, recipe):
+    options = ("--variant=ln", "--max_steps=4", "--save_strategy=steps", "--save_steps=2")
+    _, whole = run(recipe, *options, out="whole")
+    _, again = run(recipe, *options, out="again")
+    _, resumed = run(recipe, *options, f"--resume_from_checkpoint={whole / 'checkpoint-2'}", out="resumed")
+    _, other = run(recipe, *options, "--seed=1", out="other")
+    assert (whole / "checkpoint-2").exists() and not (resumed / "checkpoint-2").exists()  # it did not start afresh
+    weights = {path.name: (path / "model.safetensors").read_bytes() for path in (whole, again, resumed, other)}
+    assert weights["again"] == weights["whole"]
+    assert weights["resumed"] == weights["whole"]
+    assert weights["other"] != weights["whole"]
+
+
+def test_real_treebank(ewt, run):
+    results, _ = run("pos_ewt", "--variant=ln", f"--data_dir={ewt}", "--max_length=64")
+    assert results["rows"] == {"train": 64, "validation": 16, "test": 16}
+    assert results["metrics"]["test"]["words"] > 100
