@@ -126,7 +126,7 @@ class AutoNorm(Wrapper):
             part.reset_parameters(generator)
         if not self.r2.is_meta:
             self.r2.fill_(UNCALIBRATED)
-            weights = torch.tensor(self.bias_gate.initial_weights())
+            weights = torch.tensor(self.bias_gate.initial_weights(), dtype=torch.float32, device="cpu")
             entropy = -torch.special.xlogy(weights, weights).sum()
             self.statistics.copy_(torch.cat([weights, entropy[None]]))
 
@@ -149,6 +149,13 @@ class AutoNorm(Wrapper):
 
     def unfreeze(self) -> None:
         self.set_scalar("frozen", 0.0)
+
+    def drop_frozen_gradients(self) -> None:
+        """Sets the selector's gradients to None while it is frozen: call it between `backward` (and clipping) and the
+        optimizer's step, as `GateFreezeCallback` does, else momentum and weight decay go on moving it."""
+        if self.scalar("frozen"):
+            for p in self.bias_gate.parameters():
+                p.grad = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

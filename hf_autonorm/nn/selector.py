@@ -73,7 +73,8 @@ class NormSelector(nn.Module):
             self.bias_in.zero_()
             self.weight_out.zero_()
         if not self.bias_out.is_meta:
-            self.bias_out.copy_(torch.tensor([math.log(p) for p in self.initial_weights()]))
+            logs = [math.log(p) for p in self.initial_weights()]
+            self.bias_out.copy_(torch.tensor(logs, dtype=torch.float32, device="cpu"))
 
     def logits(self, rows: Tensor, mask: Tensor | None, frozen: Tensor | None) -> Tensor:
         """rows: (…, width) in fp32 or wider. Returns (…, K+1); the leading axes are 1 (or absent) where shared.

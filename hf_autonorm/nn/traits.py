@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 
 _TOLERANCE = 2e-3
+# Stated everywhere: `from_pretrained` builds models with meta as the default device and half precision as default dtype.
+_PLAIN = {"device": "cpu", "dtype": torch.float32}
 # (channel axis, shape of a probe; D stands for the width). The other sizes are no width that occurs.
 _PROBES = (
     (-1, (2, 3, "D")),
@@ -62,7 +64,7 @@ def stand_in(norm: nn.Module) -> nn.Module:
         if tensor is None:
             return None
         if tensor.is_meta:
-            return torch.rand(tensor.shape, generator=generator) + 0.5
+            return torch.rand(tensor.shape, generator=generator, **_PLAIN) + 0.5
         plain = tensor.detach().to(device="cpu", copy=True)
         return plain.float() if plain.is_floating_point() else plain
 
@@ -143,15 +145,15 @@ def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int):
     """(centered, weight, bias) of the norm on this shape, or None where it does something else."""
     generator = torch.Generator().manual_seed(1)
     # Signs times a large length: n(x) = ±1 whatever ε is, so one pair x, −x gives weight and bias exactly.
-    signs = torch.ones(width)
-    signs[torch.randperm(width, generator=generator)[: width // 2]] = -1
+    signs = torch.ones(width, **_PLAIN)
+    signs[torch.randperm(width, generator=generator, device="cpu")[: width // 2]] = -1
     probe = (1e3 * signs).view([width if i == axis % len(shape) else 1 for i in range(len(shape))]).expand(shape).contiguous()
     up, down = forward(probe), forward(-probe)
     if not isinstance(up, Tensor) or up.shape != probe.shape:
         return None
     to_rows = lambda t: t.double().movedim(axis, -1).reshape(-1, width)  # noqa: E731
     bias = (to_rows(up) + to_rows(down))[0] / 2
-    x = 3 + 100 * torch.randn(shape, generator=generator)
+    x = 3 + 100 * torch.randn(shape, generator=generator, **_PLAIN)
     y = to_rows(forward(x))
     for centered in (True, False):
         unit = normalize(to_rows(probe), centered)[0]
@@ -183,12 +185,12 @@ def _exact(weight: Tensor, norm: nn.Module, clone: nn.Module) -> Tensor:
 
 def _layout(forward, shape: tuple[int, ...], axis: int) -> str:
     """How the output lies in memory: a replacement must lie the same way, or a later `.view` breaks."""
-    plain = torch.ones(shape)
+    plain = torch.ones(shape, **_PLAIN)
     if not forward(plain).is_contiguous():
         return "channels_last"
-    permuted = torch.ones([shape[1], shape[0], *shape[2:]]).transpose(0, 1)
+    permuted = torch.ones([shape[1], shape[0], *shape[2:]], **_PLAIN).transpose(0, 1)
     if axis == 1:  # keep the channel axis, swap the outer spatial one
-        permuted = torch.ones([shape[0], *reversed(shape[1:])]).permute(0, *range(len(shape) - 1, 0, -1))
+        permuted = torch.ones([shape[0], *reversed(shape[1:])], **_PLAIN).permute(0, *range(len(shape) - 1, 0, -1))
     return "input" if forward(permuted).stride() == permuted.stride() else "contiguous"
 
 

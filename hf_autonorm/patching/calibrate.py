@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NotPatchedError
@@ -87,12 +86,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         raise ConfigError("calibrate got no batch; pass an iterable of model inputs, e.g. [tokenizer(texts, …)]")
     masks = [valid_tokens(batch.get("attention_mask")) if isinstance(batch, Mapping) else None for batch in batches]
     before = {wrapper: wrapper.scalar("strength") for _, wrapper in found}
-    with _undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         try:
             _set_strength(found, 0.0)
             kept, originals = _keep_outputs(model, found, batches)
             _set_strength(found, 1.0)
-            uncalibrated = [_forward(model, batch) for batch in batches]
+            uncalibrated = [forward(model, batch) for batch in batches]
             report = CalibrationReport(cosine_before=_cosine(originals, uncalibrated, masks))
             fitted = _fit_in_lockstep(model, found, batches, masks, kept, report)
         finally:
@@ -130,7 +129,7 @@ def _keep_outputs(model: nn.Module, found: list[tuple[str, Wrapper]], batches: l
     try:
         for batch in batches:
             kept.append({})
-            outputs.append(_forward(model, batch))
+            outputs.append(forward(model, batch))
             for calls in kept[-1].values():
                 if len(calls) == 1:
                     calls[0].x = None
@@ -170,13 +169,13 @@ def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationRepo
 
     handles = [w.register_forward_pre_hook(meet, with_kwargs=True) for _, w in found]
     try:
-        return lockstep.run([lambda batch=batch: _forward(model, batch) for batch in batches], deal)
+        return lockstep.run([lambda batch=batch: forward(model, batch) for batch in batches], deal)
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _forward(model: nn.Module, batch: Any) -> Any:
+def forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -188,7 +187,7 @@ def _set_strength(found: list[tuple[str, Wrapper]], strength: float) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; every module's mode and the random state as they were after it."""
     modes = {module: module.training for module in model.modules()}
     try:
@@ -276,12 +275,11 @@ def _fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
     loss = lambda log_alpha: solve(math.exp(log_alpha), some_x, some_y)[2]  # noqa: E731
     size = x.square().mean().sqrt().item() or 1.0
     low, high = (math.log(a / size) for a in _ALPHA_RANGE)
-    grid = torch.linspace(low, high, 13).tolist()
-    losses = [loss(g) for g in grid]
-    best = min(range(len(grid)), key=losses.__getitem__)
-    bounds = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-2})
-    branch.alpha.fill_(math.exp(found.x if found.fun < losses[best] else grid[best]))
+    for _ in range(3):  # a coarse grid over log α, then twice a finer one between the neighbours of the best
+        grid = torch.linspace(low, high, 13).tolist()
+        best = min(range(13), key=[loss(g) for g in grid].__getitem__)
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 12)]
+    branch.alpha.fill_(math.exp(grid[best]))
     weight, bias, _ = solve(branch.alpha.double().item(), x, y)  # with α as rounded to the parameter's dtype
     branch.weight.copy_(weight)
     if centered:

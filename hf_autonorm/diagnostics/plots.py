@@ -1,0 +1,59 @@
+"""Pictures, drawn with matplotlib (imported here only)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plot_gates(rows: list[Any], path: str | None = None):
+    """Stacked weights and entropy per layer; see `Gates.plot`."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for row in rows for name in row.weights))
+    figure = Figure(figsize=(max(6.0, 0.35 * len(rows) + 2), 5.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    below = [0.0] * len(rows)
+    for name in names:
+        heights = [row.weights.get(name, 0.0) for row in rows]
+        top.bar(range(len(rows)), heights, bottom=below, label=name, width=0.85)
+        below = [a + b for a, b in zip(below, heights)]
+    top.set(ylabel="mean gate weight", ylim=(0, 1.02), title="Gates by layer")
+    top.legend(loc="lower left", fontsize="small")
+    bottom.bar(range(len(rows)), [row.entropy for row in rows], width=0.85, color="0.5")
+    bottom.set(ylabel="entropy (nats)", xlabel="layer, in the model's order")
+    bottom.set_xticks(range(len(rows)), [_short(row.name) for row in rows], rotation=90, fontsize=6)
+    return _finish(figure, path)
+
+
+def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | None = None, path: str | None = None):
+    """Norm weight per layer and mean entropy over training, from `GateFreezeCallback.history`; a line at the freeze."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    epochs = [entry["epoch"] for entry in history]
+    names = list(history[0]["layers"]) if history else []
+    for index, name in enumerate(names):
+        shade = index / max(1, len(names) - 1)
+        weights = [entry["layers"][name]["weights"][0] for entry in history]
+        left.plot(epochs, weights, marker=".", lw=1, color=(0.1 + 0.8 * shade, 0.3, 0.9 - 0.8 * shade), label=_short(name))
+    entropies = [sum(v["entropy"] for v in e["layers"].values()) / len(e["layers"]) for e in history]
+    right.plot(epochs, entropies, marker=".", color="black")
+    left.set(xlabel="epoch", ylabel="weight of the original norm", title="Gates over training (first layer blue, last red)")
+    right.set(xlabel="epoch", ylabel="mean entropy (nats)", title="Gate entropy")
+    if decision is not None:
+        right.axhline(decision["threshold"], ls=":", color="0.4")
+        if decision["frozen"]:
+            for axes in (left, right):
+                axes.axvline(decision["epoch"], ls="--", color="0.4")
+    return _finish(figure, path)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else "…" + name[-27:]
+
+
+def _finish(figure, path: str | None):
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

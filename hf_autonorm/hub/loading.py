@@ -1,0 +1,145 @@
+"""Stock `AutoModel.from_pretrained` rebuilds a patched model, once `hf_autonorm` is imported.
+
+transformers lets a registered quantizer change a model between its construction (on the meta device) and the loading of the
+weights; that is the moment to wrap the modules that were wrapped when the model was saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..config import PatchConfig
+from ..errors import CheckpointError, nearest
+from ..nn.wrapper import Wrapper
+from ..patching.record import QUANT_METHOD, update_record, wrappers
+from ..patching.surgery import rebuild
+from ..patching.targets import find_targets
+
+
+@register_quantization_config(QUANT_METHOD)
+class AutoNormQuantizationConfig(QuantizationConfigMixin):
+    """`config.quantization_config` of a patched model, as transformers parses it."""
+
+    def __init__(self, patches: list[dict[str, Any]], version: str | None = None, quant_method: str = QUANT_METHOD) -> None:
+        self.quant_method, self.version, self.patches = quant_method, version, patches
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        unknown = set(config_dict) - {"quant_method", "version", "patches"}
+        if unknown or "patches" not in config_dict:
+            raise CheckpointError(
+                f"the patch record in config.json has the keys {sorted(config_dict)}; expected quant_method, version and "
+                "patches. It was written by another version of hf_autonorm, or by hand"
+            )
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+
+
+@register_quantizer(QUANT_METHOD)
+class AutoNormQuantizer(HfQuantizer):
+    """Wraps the recorded modules before the weights are loaded; checks, after it, that every new tensor was loaded."""
+
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise CheckpointError(
+                "quantization_config says `autonorm`, but the checkpoint is not a patched one. Load it without, then call "
+                "patch(model)"
+            )
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        rebuild(model, resolve_patches(model, self.quantization_config.patches))
+
+    def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
+        # Not super(): the flags it sets say "quantised", and then `.half()` and Trainer refuse the model.
+        for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
+            model.__dict__.pop(attribute, None)
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config.__dict__.pop("_is_quantized", None)
+        require_loaded(model)
+        for _, wrapper in wrappers(model):
+            wrapper._sync_scalars()
+        update_record(model)
+
+
+def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tuple[PatchConfig, list[str]]]:
+    """The record's settings with the names as `model` has them.
+
+    A base model loads the checkpoint of a headed one and the other way round: names are mapped through
+    `base_model_prefix`; those of another class's head are passed over, as transformers passes over its weights.
+
+    Raises CheckpointError where a name is in no way this model's.
+    """
+    resolved = []
+    for entry in patches:
+        config = PatchConfig.from_dict(entry["spec"])
+        candidates = {n: t for t in find_targets(model, config.replace(include=None, exclude=None)) for n in t.names}
+        names = []
+        for name in entry["modules"]:
+            own = _own_name(model, name)
+            if own is None:
+                continue
+            target = candidates.get(own)
+            if target is None or target.reason is not None:
+                why = "it is no candidate" if target is None else target.reason
+                raise CheckpointError(
+                    f"the checkpoint's patch names {name!r}, which cannot be wrapped in this {type(model).__name__}: {why}"
+                )
+            names.append(own)
+        resolved.append((config, names))
+    return resolved
+
+
+def _own_name(model: nn.Module, name: str) -> str | None:
+    """`name` as this model calls it; None where it belongs to another class's head."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    prefix = getattr(model, "base_model_prefix", "")
+    stripped = name.removeprefix(prefix + ".") if prefix else name
+    for candidate in (name, stripped, f"{prefix}.{name}" if prefix else name):
+        if candidate in modules:
+            return candidate
+    saved_as = (getattr(model.config, "architectures", None) or [None])[0]
+    other_head = saved_as != type(model).__name__ and name == stripped and name.split(".")[0] not in modules
+    if other_head:
+        return None
+    raise CheckpointError(
+        f"the checkpoint's patch names the module {name!r}, which this {type(model).__name__} lacks; {nearest(name, modules)}. "
+        "Was the config edited, or is it another architecture's?"
+    )
+
+
+def require_loaded(model: nn.Module) -> None:
+    """Raises CheckpointError where a tensor that the patch added was not in the checkpoint: transformers would leave
+    uninitialised memory there."""
+    from transformers.modeling_utils import is_fsdp_enabled, is_local_dist_rank_0
+
+    if is_fsdp_enabled() and not is_local_dist_rank_0():
+        return  # rank 0 reads the file and broadcasts
+    missing = []
+    for name, wrapper in wrappers(model):
+        for own_name, tensor in added_tensors(wrapper).items():
+            if not getattr(tensor, "_is_hf_initialized", False):
+                missing.append(f"{name}.{own_name}")
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the patch are not in the checkpoint: {', '.join(missing[:4])}"
+            f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another version: load "
+            "it unpatched (delete quantization_config from its config.json) and call patch(model)"
+        )
+
+
+def added_tensors(wrapper: Wrapper) -> dict[str, torch.Tensor]:
+    """The persistent tensors the patch added to one module, by their names below it."""
+    inside = {id(t) for t in (*wrapper.original.parameters(), *wrapper.original.buffers())}
+    state = wrapper.state_dict(keep_vars=True)
+    return {name: t for name, t in state.items() if id(t) not in inside and not name.startswith("original.")}

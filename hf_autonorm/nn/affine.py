@@ -1,0 +1,151 @@
+"""Affine-like and norm-like layers: linear maps whose own update is not amplified by ‖x‖² (arXiv 2512.22247).
+
+One SGD step on one sample with loss gradient δ at the output z moves z by −η(‖x‖² + 1)δ in an affine layer, by exactly
+−ηδ in an affine-like one, and by −2ηδ in a norm-like one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .wrapper import Wrapper
+
+# Below this the divisor counts as zero: its reciprocal, times a gradient, must stay a finite fp32 number.
+_SMALLEST = 2.0**-106
+
+
+class _SquaredNorm(torch.autograd.Function):
+    """Σx² along an axis, in float64, keeping nothing but x for the backward pass (which the wrapped layer keeps anyway)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, axis: int) -> Tensor:
+        return _plain_squared_norm(x, axis)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        return (2 * grad * x).to(x.dtype), None
+
+
+def _plain_squared_norm(x: Tensor, axis: int) -> Tensor:
+    # Squares of half, bfloat16 and single precision numbers neither overflow nor vanish in float64, so no scaling by
+    # max|x| is needed, which would also carry a NaN or inf of one token to others.
+    return x.to(_widest(x)).square().sum(axis, keepdim=True)
+
+
+def _widest(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def squared_norm(x: Tensor, axis: int = -1) -> Tensor:
+    """Σx² along `axis` (kept, of size 1), in float64; twice differentiable everywhere."""
+    return _plain_squared_norm(x, axis) if torch.compiler.is_compiling() else _SquaredNorm.apply(x, axis)
+
+
+def has_bias(module: nn.Module) -> bool:
+    """Whether an affine map adds a constant: a bias of its own, or one in a layer that it wraps (LoRA)."""
+    own = getattr(module, "bias", None)
+    if own is not None:
+        return not callable(own) or own() is not None  # torch's own quantised layers have a method
+    inside = (*module.named_parameters(), *module.named_buffers()) if module._modules else ()
+    return any(name.endswith(".bias") for name, _ in inside)
+
+
+class Correction(Wrapper):
+    """Base of the layers that divide an affine map by the length of its input.
+
+    The divisor is d = (1 − λ) + λ·n/g with the strength λ and the gain g, a buffer of shape (1,): 1 is the paper;
+    calibration sets it so that a pretrained layer keeps its scale. With a bias, n is sqrt(‖x‖² + 1) in the affine-like
+    form: 1 is the squared length of the constant input that the bias multiplies. Without one, and in the norm-like form,
+    n = ‖x‖. Where d vanishes (x = 0 at λ = 1 in the latter) the layer is the original, so are its gradients. NaN gives
+    NaN, an infinite input NaN.
+
+    No parameter is added. Length and divisor are computed in float64.
+    """
+
+    form = "affine_like"
+
+    def __init__(self, original: nn.Module, strength: float = 1.0) -> None:
+        super().__init__(original, strength)
+        self._add_scalar("gain", 1.0)
+
+    def forward(self, x: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """x: what the original takes (also under its own keyword). Returns what it would: same shape, dtype, layout."""
+        x, original = self._call_original(x, kwargs)
+        self._sync_scalars()
+        if self._is_zero:
+            return original(x)
+        gain = self.gain if torch.compiler.is_compiling() else self._values["gain"]
+        return self._correct(x, original, self._lambda(), gain)
+
+    def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(u, c): at full strength the layer gives gain·u + c. c is the bias in the norm-like form, else 0."""
+        y = self._correct(x, self.original, 1.0, 1.0)
+        if self.form == "affine_like" or not has_bias(self.original):
+            return y, 0.0
+        c = self.original(self._zero_input(x))
+        return y - c, c
+
+    def _zero_input(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x.reshape(-1, x.shape[-1])[:1])
+
+    def extra_repr(self) -> str:
+        values = ("?" if self._buffers[name].is_meta else f"{self.scalar(name):g}" for name in self._scalars)
+        return ", ".join(f"{name}={value}" for name, value in zip(self._scalars, values))
+
+
+def divisor(squares: Tensor, constant: bool, strength: float | Tensor, gain: float | Tensor) -> Tensor:
+    """(1 − λ) + λ·sqrt(squares + 1 or 0)/g, and 1 where that is zero."""
+    if constant:
+        length = torch.sqrt(squares + 1)
+    else:
+        zero = squares == 0  # the root has no derivative there; it counts as 0
+        length = torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, squares)))
+    d = (1 - strength) + strength * (length / gain)
+    return torch.where(d < _SMALLEST, 1.0, d)
+
+
+def divide(y: Tensor, d: Tensor) -> Tensor:
+    """y/d in fp32 or y's wider type, rounded to y's dtype, laid out as y."""
+    quotient = (y / d.to(torch.promote_types(y.dtype, torch.float32))).to(y.dtype)
+    return quotient if quotient.stride() == y.stride() else torch.empty_like(y).copy_(quotient)
+
+
+class AffineLike(Correction):
+    """f(x) / ((1 − λ) + λ·sqrt(‖x‖² + 1)/g), f the wrapped affine map of the last axis (arXiv 2512.22247).
+
+    Args:
+        original: a linear layer of any kind: nn.Linear, GPT-2's Conv1D, quantised, or wrapped by LoRA. Without a bias
+            this is `NormLike`: W x / ((1 − λ) + λ·‖x‖/g).
+        strength: λ.
+    """
+
+    channel_axis = -1
+
+    def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:
+        constant = self.form == "affine_like" and has_bias(self.original)
+        d = divisor(squared_norm(x), constant, strength, gain)
+        # W(x/d) + b = f(x/d): the bias stays outside without being known, and nothing cancels at small ‖x‖.
+        return divide(original(x), d) if constant else original(divide(x, d))
+
+
+class NormLike(AffineLike):
+    """W x / ((1 − λ) + λ·‖x‖/g) + b for the wrapped affine map f(x) = W x + b; b at x = 0 (arXiv 2512.22247).
+
+    Arguments as for `AffineLike`.
+    """
+
+    form = "norm_like"
