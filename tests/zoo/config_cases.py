@@ -18,6 +18,11 @@ def _encoder_in_channels(chosen: dict, fields: dict) -> list[int]:
     return [sizes[i - 1] for i in outputs][-len(fields["encoder_in_channels"]) :]
 
 
+def _hidden_sizes_as_list(chosen: dict, fields: dict) -> list[int]:
+    """As they come from a JSON file; backbones add them to a list, the class's default is a tuple."""
+    return list(chosen["hidden_sizes"])
+
+
 def _fast_vit(chosen: dict, fields: dict) -> PreTrainedConfig:
     vision = chosen["vision_config"]
     vision.architecture, vision.hidden_size, vision.model_args = "fastvit_t8", 768, {"inference_mode": True}
@@ -57,6 +62,7 @@ SET: dict[str, dict[str, object]] = {
     "apertus1p5_vision_tokenizer": _VQ,
     "aria": {"projector_patch_to_query_dict": {64: 16, 16: 4}},
     "autoformer": _TIME_SERIES,
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64, 96, 128]},
     "blip-2": {"image_token_index": 300},
     "chameleon": {
         "vocabulary_map": {"<image>": 300}
@@ -67,6 +73,8 @@ SET: dict[str, dict[str, object]] = {
     "clvp": {"speech_config": _speech_vocabulary},
     "clvp_encoder": {"num_attention_heads": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE}},
+    "convnext": {"hidden_sizes": _hidden_sizes_as_list},
+    "convnextv2": {"hidden_sizes": _hidden_sizes_as_list},
     "d_fine": {"encoder_in_channels": _encoder_in_channels},
     "deepseek_ocr2_sam_vision_model": _SAM_VISION,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
@@ -121,6 +129,7 @@ SET: dict[str, dict[str, object]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"rope_theta": 500000.0}},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "fast_vlm": {"vision_config": _fast_vit},
+    "focalnet": {"hidden_sizes": _hidden_sizes_as_list},
     "gemma3n": {"vision_soft_tokens_per_image": 4},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -296,8 +305,20 @@ REFERENCE: dict[str, Callable[[], PreTrainedConfig]] = {
 FINISH: dict[str, Callable[[PreTrainedConfig], None]] = {"dbrx": _finish_dbrx}
 
 # set on the finished config for one head only
+_FOUR_STAGES = {
+    "num_hidden_layers": 4,
+    "stage_names": ["stem", "stage1", "stage2", "stage3", "stage4"],
+    "out_indices": [1, 2, 3, 4],
+}
+_FOUR_LAYERS = {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}
 SET_FOR_HEAD: dict[tuple[str, str], dict[str, object]] = {
-    ("beit", "semantic_segmentation"): {"out_indices": [1, 2, 1, 2]},
-    ("dpt", "depth_estimation"): {"backbone_out_indices": [0, 1, 0, 1]},
-    ("dpt", "semantic_segmentation"): {"backbone_out_indices": [0, 1, 0, 1]},
+    ("beit", "semantic_segmentation"): _FOUR_STAGES,
+    ("data2vec-vision", "semantic_segmentation"): {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    ("dpt", "depth_estimation"): _FOUR_LAYERS,
+    ("dpt", "semantic_segmentation"): _FOUR_LAYERS,
+    ("reformer", "causal_lm"): {"is_decoder": True},
+    ("t5gemma", "text_encoding"): {"is_encoder_decoder": False},
+    ("wav2vec2-bert", "ctc"): {"vocab_size": 32},
+    ("wav2vec2-conformer", "ctc"): {"vocab_size": 32},
+    ("hiera", "pretraining"): {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
 }

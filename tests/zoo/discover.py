@@ -25,15 +25,14 @@ from .inputs import candidates, forward_arguments, make_inputs
 from .rules import STRATEGIES, Strategy
 from .sizes import Sizes
 
-MOST_PARAMETERS = 60_000_000
-SECONDS = 20.0
+MOST_PARAMETERS = 64_000_000
 
 
 class NoRecipe(Exception):
     """Nothing that was tried works; the message is the likeliest reason."""
 
 
-def discover(name: str, head: str, seconds: float = SECONDS) -> str:
+def discover(name: str, head: str, seconds: float = 15) -> str:
     """The first recipe "strategy|input label" whose model builds, runs and gives floats without NaN."""
     end = time.monotonic() + seconds
     reasons: list[str] = []
@@ -43,16 +42,19 @@ def discover(name: str, head: str, seconds: float = SECONDS) -> str:
             model, config = make_model(name, head, strategy)
         except ImportError as error:
             raise NoRecipe(_short("build", error)) from error
-        except Exception as error:  # any error only means: not this way
+        except Exception as error:  # noqa: BLE001 (any error only means: not this way)
             reasons.append(_short("build", error))
             continue
+        label = None
         for label in candidates(name, model, config):
             if time.monotonic() > end:
-                raise NoRecipe(reasons[0] if reasons else f"no inputs found in {seconds:.0f} s")
+                raise NoRecipe(reasons[0] if reasons else f"forward: no inputs found in {seconds:.0f} s")
             try:
                 return f"{strategy.name}|{_try(name, label, model, config)}"
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 reasons.append(_short("forward", error))
+        if label is None:
+            reasons.append("forward: it takes no argument that the zoo knows how to fill")
     raise NoRecipe(next((r for r in reasons if r.startswith("forward")), reasons[0]))
 
 
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="model types, with commas between")
     parser.add_argument("--all", action="store_true", help="also what has a recipe or a reason")
     parser.add_argument("--retry", action="store_true", help="also what has a reason")
+    parser.add_argument("--seconds", type=float, default=15, help="after which no further inputs are tried on a head")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {n: dict(by_head) for n, by_head in recipes().items()}
@@ -142,7 +145,7 @@ def main() -> None:
         for head in todo:
             known.pop(head, None), reasons.pop(head, None)
             try:
-                known[head] = discover(name, head)
+                known[head] = discover(name, head, options.seconds)
             except NoRecipe as error:
                 reasons[head] = str(error)
             print(name, head, known.get(head) or reasons[head], flush=True)

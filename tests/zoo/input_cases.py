@@ -156,16 +156,32 @@ def _jev(c: PreTrainedConfig, d: Draw) -> Inputs:
     }
 
 
-def _mllama(c: PreTrainedConfig, d: Draw) -> Inputs:
-    side, token = _vision_side(c), c.image_token_index
+def _mllama_vision(c: PreTrainedConfig, d: Draw) -> Inputs:
+    side = _vision_side(c)
     return {
-        "input_ids": _text_with(token, 1, d, batch=1, after=11),
-        "attention_mask": ones(1, 14),
         "pixel_values": d.normal(1, 1, 4, 3, side, side),
         "aspect_ratio_ids": ones(1, 1),
         "aspect_ratio_mask": ones(1, 1, 4),
+    }
+
+
+def _mllama(c: PreTrainedConfig, d: Draw) -> Inputs:
+    return _mllama_vision(c, d) | {
+        "input_ids": _text_with(c.image_token_index, 1, d, batch=1, after=11),
+        "attention_mask": ones(1, 14),
         "cross_attention_mask": ones(1, 14, 1, 4),
     }
+
+
+def _masked_video(c: PreTrainedConfig, d: Draw) -> Inputs:
+    n = c.num_frames // c.tubelet_size * (c.image_size // c.patch_size) ** 2
+    video = d.normal(2, c.num_frames, 3, c.image_size, c.image_size)
+    return {"pixel_values": video, "bool_masked_pos": (torch.arange(n) % 2 == 0).repeat(2, 1)}
+
+
+def _musicgen(c: PreTrainedConfig, d: Draw) -> Inputs:
+    codes = d.integers(0, 60, 2 * c.decoder.num_codebooks, 8)  # the codebooks of a row are rows of their own
+    return {"input_ids": d.ids(2, 8), "decoder_input_ids": codes}
 
 
 def _patch_strip(c: PreTrainedConfig, d: Draw) -> Inputs:
@@ -183,6 +199,7 @@ def _audio_video(c: PreTrainedConfig, d: Draw) -> Inputs:
     return {"pixel_values_videos": d.normal(2, 2, 3, 64, 64), "input_values": d.normal(2, 1, 4000)}
 
 
+# by model type, or by class where a head takes something else
 CASES: dict[str, Callable[[PreTrainedConfig, Draw], Inputs]] = {
     "autoformer": _time_series,
     "informer": _time_series,
@@ -218,6 +235,8 @@ CASES: dict[str, Callable[[PreTrainedConfig, Draw], Inputs]] = {
     "minicpm_ocr_vision": _patch_strip,
     "minicpmv4_7_vision": _patch_strip,
     "mllama": _mllama,
+    "mllama_text_model": lambda c, d: {"input_ids": d.ids(2, 16), "attention_mask": ones(2, 16)},
+    "mllama_vision_model": _mllama_vision,
     "muse_glimmer_assistant": lambda c, d: {
         "noise_embeds": d.normal(2, 8, 64),
         "context_hidden_states": d.normal(2, 16, 128),
@@ -227,6 +246,8 @@ CASES: dict[str, Callable[[PreTrainedConfig, Draw], Inputs]] = {
     "muse_spark_vision": _grid(64, 384),
     "muse_spark_audio": lambda c, d: {"input_values": d.normal(2, 3840)},
     "omdet-turbo": _omdet_turbo,
+    "musicgen": _musicgen,
+    "musicgen_melody": _musicgen,
     "oneformer": lambda c, d: {
         "pixel_values": d.normal(2, 3, 64, 64),
         "task_inputs": d.integers(0, 100, 2, 77).float(),
@@ -234,6 +255,16 @@ CASES: dict[str, Callable[[PreTrainedConfig, Draw], Inputs]] = {
     "pe_audio_video": lambda c, d: _audio_video(c, d) | {"input_ids": d.ids(2, 16), "attention_mask": ones(2, 16)},
     "pe_audio_video_encoder": _audio_video,
     "perceiver": lambda c, d: {"inputs": d.normal(2, 20, c.d_model)},
+    "PerceiverForMaskedLM": lambda c, d: {"inputs": d.ids(2, 16)},
+    "PerceiverForSequenceClassification": lambda c, d: {"inputs": d.ids(2, 16)},
+    "PerceiverForImageClassificationLearned": lambda c, d: {"inputs": d.normal(2, 3, c.image_size, c.image_size)},
+    "SpeechT5ForTextToSpeech": lambda c, d: {
+        "input_ids": d.ids(2, 16),
+        "decoder_input_values": d.normal(2, 8, c.num_mel_bins),
+        "speaker_embeddings": d.normal(2, c.speaker_embedding_dim),
+    },
+    "SplinterForPreTraining": lambda c, d: {"input_ids": _text_with(c.question_token_id, 1, d)},
+    "VideoMAEForPreTraining": _masked_video,
     "pix2struct": _pix2struct,
     "qwen3_asr_encoder": lambda c, d: {
         "input_features": d.normal(2, c.num_mel_bins, 200),

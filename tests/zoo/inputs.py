@@ -6,7 +6,7 @@ or `S16:input_ids=ids,pixel_values=bchw` (text of 16 tokens, one option per argu
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def make_inputs(name: str, label: str, model: nn.Module, config: PreTrainedConfi
     draw = Draw(seed, label)
     arguments = forward_arguments(model)
     if label == "case":
-        return CASES[name](config, draw)
+        return _case(name, model, config)(config, draw)
     kind, _, rest = label.partition(":")
     sizes = Sizes(model, config)
     if kind in ("image", "audio"):
@@ -59,7 +59,7 @@ def forward_arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def candidates(name: str, model: nn.Module, config: PreTrainedConfig, most: int = 60) -> Iterator[str]:
     """Labels to try, likeliest first; `most` bounds the text ones. A media label lacks its `*N`."""
-    if name in CASES:
+    if _case(name, model, config):
         yield "case"
     sizes, arguments = Sizes(model, config), forward_arguments(model)
     required = [k for k, p in arguments.items() if p.default is p.empty]
@@ -73,6 +73,11 @@ def candidates(name: str, model: nn.Module, config: PreTrainedConfig, most: int 
         for combination in itertools.product(*(options(k, sizes, length) for k in names))
     )
     yield from itertools.islice(labels, most)
+
+
+def _case(name: str, model: nn.Module, config: PreTrainedConfig) -> Callable | None:
+    """The inputs written for this class, or for the part of the config that it takes, or for the model type."""
+    return next((CASES[k] for k in (type(model).__name__, config.model_type, name) if k in CASES), None)
 
 
 def _is_text(names: list[str]) -> bool:

@@ -82,7 +82,7 @@ def choose() -> dict[str, dict]:
         try:
             with torch.device("meta"), quiet():
                 model = timm.create_model(name, pretrained=False)
-        except Exception:  # needs an extra package, or cannot be made without data
+        except Exception:  # noqa: BLE001, S112 (needs an extra package or data)
             continue
         n = sum(p.numel() for p in model.parameters())
         file = timm.model_entrypoint(name).__module__
@@ -109,7 +109,7 @@ def _made_small(name: str, n: int, side: int) -> dict:
         try:
             with torch.device("cpu" if small else "meta"), quiet():
                 model = timm.create_model(name, pretrained=False, **arguments)
-        except Exception:  # its family does not take these arguments
+        except Exception:  # noqa: BLE001, S112 (its family does not take these arguments)
             continue
         if sum(p.numel() for p in model.parameters()) <= MOST_PARAMETERS or not arguments:
             break
