@@ -1,7 +1,7 @@
 """Patch pretrained `transformers` and `timm` models with AutoNorm, Dynamic Tanh and affine-like layers, in one line.
 
-    from hf_autonorm import patch
-    model = patch(AutoModel.from_pretrained(name))
+from hf_autonorm import patch
+model = patch(AutoModel.from_pretrained(name))
 """
 
 __version__ = "0.1.0"

@@ -132,7 +132,9 @@ class GateFreezeCallback(_Resumable):
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         layers = _learning_gates(kwargs["model"])
         if self.freeze_epoch is not None and self.rule != "never" and not _has_length(kwargs.get("train_dataloader")):
             raise ConfigError(
@@ -147,15 +149,21 @@ class GateFreezeCallback(_Resumable):
             # A checkpoint of the epoch's last step was written before that epoch's end was reached.
             self._end_epoch(state, math.floor(state.epoch + 1e-6))
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._accumulate()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._accumulate()
         if self.freeze_step is not None and state.global_step % self.freeze_step == 0:
             self._end_window(state, state.global_step // self.freeze_step)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.freeze_epoch is not None and _has_length(kwargs.get("train_dataloader")):
             self._end_epoch(state, math.floor(state.epoch + 1e-6))
 
@@ -166,7 +174,12 @@ class GateFreezeCallback(_Resumable):
             layer.drop_frozen_gradients()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
     ) -> None:
         if not logs or "loss" not in logs or not self._since_log_count:
             return
@@ -239,7 +252,9 @@ class GateFreezeCallback(_Resumable):
                 "rule": self.rule,
                 "threshold": self.entropy_threshold,
             }
-            state.log_history.append({"gate_decision": dict(self.decision), "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append(
+                {"gate_decision": dict(self.decision), "epoch": state.epoch, "step": state.global_step}
+            )
 
     def _says_freeze(self, entropy: float) -> bool:
         if self.rule in ("always", "never"):
@@ -280,7 +295,9 @@ class StrengthRampCallback(_Resumable):
     def arguments(self) -> dict[str, Any]:
         return {"end": self.end, "ratio": self.ratio}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         found = wrappers(kwargs["model"])
         if not found:
             raise NotPatchedError(_NOT_PATCHED)
@@ -289,11 +306,18 @@ class StrengthRampCallback(_Resumable):
             self.start = found[0][1].scalar("strength")
         self._set(state, kwargs["model"])
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._set(state, kwargs["model"])
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
             logs["strength"] = self._strength(state)
@@ -319,7 +343,9 @@ def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
     if layers:
         return layers
     if autonorms(model):
-        raise NotPatchedError("the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out")
+        raise NotPatchedError(
+            "the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out"
+        )
     raise NotPatchedError(_NOT_PATCHED)
 
 

@@ -16,7 +16,9 @@ CORRECTIONS = ("affine_like", "norm_like")
 
 def _choice(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)} ({nearest(str(value), known, 1)})")
+        raise ConfigError(
+            f"{name}={value!r} is unknown; choose one of {', '.join(known)} ({nearest(str(value), known, 1)})"
+        )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -115,7 +117,9 @@ class PatchConfig(_Strict):
 
     norm: str | None = field(
         default="autonorm",
-        metadata={"help": "autonorm, the name of a branch (which then replaces the norm), or None: leave norms alone."},
+        metadata={
+            "help": "autonorm, the name of a branch (which then replaces the norm), or None: leave norms alone."
+        },
     )
     linear: str | None = field(default=None, metadata={"help": "affine_like, norm_like, or None."})
     conv: str | None = field(default=None, metadata={"help": "affine_like, norm_like (PatchNorm), or None."})
@@ -136,7 +140,9 @@ class PatchConfig(_Strict):
     )
     strength: float = field(default=1.0, metadata={"help": "0: the original bit for bit; 1: the paper's formula."})
     dyt_alpha: float = field(default=0.5, metadata={"help": "α of pointwise branches before calibration."})
-    seed: int = field(default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."})
+    seed: int = field(
+        default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."}
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.gate, dict):
@@ -154,10 +160,18 @@ class PatchConfig(_Strict):
             if isinstance(rule, (tuple, set)):
                 rule = sorted(rule) if isinstance(rule, set) else list(rule)
                 object.__setattr__(self, name, rule)
-            if not (rule is None or isinstance(rule, str) or (isinstance(rule, list) and all(isinstance(r, str) for r in rule))):
+            if not (
+                rule is None
+                or isinstance(rule, str)
+                or (isinstance(rule, list) and all(isinstance(r, str) for r in rule))
+            ):
                 raise ConfigError(f"{name}={rule!r} must be a regular expression or a list of names")
         _in_range("strength", self.strength, 0.0, 1.0)
-        if isinstance(self.dyt_alpha, bool) or not isinstance(self.dyt_alpha, (int, float)) or not 0 < self.dyt_alpha < 1e6:
+        if (
+            isinstance(self.dyt_alpha, bool)
+            or not isinstance(self.dyt_alpha, (int, float))
+            or not 0 < self.dyt_alpha < 1e6
+        ):
             raise ConfigError(f"dyt_alpha={self.dyt_alpha!r} must be a number > 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} must be a whole number")

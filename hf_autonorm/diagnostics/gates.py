@@ -40,7 +40,9 @@ class Gates(list):
         for row in self:
             weights = [f"{row.weights[n]:.4f}" if n in row.weights else "" for n in names]
             r2 = "" if row.r2 is None else " ".join(f"{value:.3f}" for value in row.r2.values())
-            table.add_row(row.name, *weights, f"{row.entropy:.4f}", "yes" if row.frozen else "no", f"{row.strength:g}", r2)
+            table.add_row(
+                row.name, *weights, f"{row.entropy:.4f}", "yes" if row.frozen else "no", f"{row.strength:g}", r2
+            )
         return table
 
     def __str__(self) -> str:

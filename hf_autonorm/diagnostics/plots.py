@@ -36,10 +36,14 @@ def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | 
     for index, name in enumerate(names):
         shade = index / max(1, len(names) - 1)
         weights = [entry["layers"][name]["weights"][0] for entry in history]
-        left.plot(epochs, weights, marker=".", lw=1, color=(0.1 + 0.8 * shade, 0.3, 0.9 - 0.8 * shade), label=_short(name))
+        left.plot(
+            epochs, weights, marker=".", lw=1, color=(0.1 + 0.8 * shade, 0.3, 0.9 - 0.8 * shade), label=_short(name)
+        )
     entropies = [sum(v["entropy"] for v in e["layers"].values()) / len(e["layers"]) for e in history]
     right.plot(epochs, entropies, marker=".", color="black")
-    left.set(xlabel="epoch", ylabel="weight of the original norm", title="Gates over training (first layer blue, last red)")
+    left.set(
+        xlabel="epoch", ylabel="weight of the original norm", title="Gates over training (first layer blue, last red)"
+    )
     right.set(xlabel="epoch", ylabel="mean entropy (nats)", title="Gate entropy")
     if decision is not None:
         right.axhline(decision["threshold"], ls=":", color="0.4")

@@ -26,7 +26,9 @@ from ..patching.targets import find_targets
 class AutoNormQuantizationConfig(QuantizationConfigMixin):
     """`config.quantization_config` of a patched model, as transformers parses it."""
 
-    def __init__(self, patches: list[dict[str, Any]], version: str | None = None, quant_method: str = QUANT_METHOD) -> None:
+    def __init__(
+        self, patches: list[dict[str, Any]], version: str | None = None, quant_method: str = QUANT_METHOD
+    ) -> None:
         self.quant_method, self.version, self.patches = quant_method, version, patches
 
     @classmethod

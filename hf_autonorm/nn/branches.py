@@ -1,9 +1,9 @@
 """The alternatives that AutoNorm's gate weighs against the model's own norm, and the registry to add one's own.
 
-    @register_branch("softsign")
-    class SoftSign(PointwiseBranch):
-        def curve(self, z):
-            return z / (1 + z.abs())
+@register_branch("softsign")
+class SoftSign(PointwiseBranch):
+    def curve(self, z):
+        return z / (1 + z.abs())
 """
 
 from __future__ import annotations
@@ -259,10 +259,10 @@ class DynamicTanh(DyT):
         bias: whether it learns a shift.
     """
 
-    def __init__(self, width: int, channel_axis: int = -1, *, alpha: float = 0.5, bias: bool = True, **factory) -> None:
-        traits = NormTraits(
-            width, channel_axis, True, torch.ones(width), torch.zeros(width), True, bias, "contiguous"
-        )
+    def __init__(
+        self, width: int, channel_axis: int = -1, *, alpha: float = 0.5, bias: bool = True, **factory
+    ) -> None:
+        traits = NormTraits(width, channel_axis, True, torch.ones(width), torch.zeros(width), True, bias, "contiguous")
         super().__init__(nn.Identity(), traits, alpha=alpha, **factory)
         self.reset_parameters()
 

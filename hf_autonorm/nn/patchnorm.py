@@ -34,7 +34,9 @@ class PatchNorm(Correction):
 
     def __init__(self, original: nn.Module, form: str = "affine_like", strength: float = 1.0) -> None:
         if form not in CORRECTIONS:
-            raise ConfigError(f"form={form!r} is unknown; choose one of {', '.join(CORRECTIONS)} ({nearest(form, CORRECTIONS, 1)})")
+            raise ConfigError(
+                f"form={form!r} is unknown; choose one of {', '.join(CORRECTIONS)} ({nearest(form, CORRECTIONS, 1)})"
+            )
         conv = innermost(original)
         if getattr(conv, "transposed", False) or not hasattr(conv, "kernel_size"):
             raise UnsupportedError(f"PatchNorm wraps nn.Conv1d, Conv2d and Conv3d, not {type(conv).__name__}")
@@ -82,7 +84,9 @@ class PatchNorm(Correction):
         y = original(x)
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         d = d.to(wide.dtype)
-        bias = original(torch.zeros_like(x[:1] if x.dim() == len(innermost(conv).kernel_size) + 2 else x)).to(wide.dtype)
+        bias = original(torch.zeros_like(x[:1] if x.dim() == len(innermost(conv).kernel_size) + 2 else x)).to(
+            wide.dtype
+        )
         small = d < 1
         result = torch.where(small, (wide - bias) / d + bias, wide / d + bias * (1 - 1 / d)).to(y.dtype)
         return result if result.stride() == y.stride() else torch.empty_like(y).copy_(result)

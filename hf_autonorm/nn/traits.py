@@ -88,7 +88,9 @@ def width_of(norm: nn.Module) -> int:
         if len(shape) != 1:
             raise NotANorm(f"normalises over {len(shape)} axes at once, a branch works on one channel axis")
         return int(shape[0])
-    sizes = {p.numel() for p in list(norm._parameters.values()) + list(norm._buffers.values()) if p is not None and p.ndim}
+    sizes = {
+        p.numel() for p in list(norm._parameters.values()) + list(norm._buffers.values()) if p is not None and p.ndim
+    }
     sizes.discard(1)
     if len(sizes) > 1:
         raise NotANorm("has parameters of several sizes")
@@ -147,7 +149,12 @@ def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int):
     # Signs times a large length: n(x) = ±1 whatever ε is, so one pair x, −x gives weight and bias exactly.
     signs = torch.ones(width, **_PLAIN)
     signs[torch.randperm(width, generator=generator, device="cpu")[: width // 2]] = -1
-    probe = (1e3 * signs).view([width if i == axis % len(shape) else 1 for i in range(len(shape))]).expand(shape).contiguous()
+    probe = (
+        (1e3 * signs)
+        .view([width if i == axis % len(shape) else 1 for i in range(len(shape))])
+        .expand(shape)
+        .contiguous()
+    )
     up, down = forward(probe), forward(-probe)
     if not isinstance(up, Tensor) or up.shape != probe.shape:
         return None

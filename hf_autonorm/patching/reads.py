@@ -16,13 +16,25 @@ from torch import nn
 
 _TENSORS = {"weight", "bias", "gamma", "beta", "eps", "variance_epsilon"}
 # What may be asked of a tensor without computing with it.
-_HARMLESS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad", "size", "dim", "numel", "is_cuda", "data_ptr"}
+_HARMLESS = {
+    "dtype",
+    "device",
+    "shape",
+    "ndim",
+    "is_meta",
+    "requires_grad",
+    "size",
+    "dim",
+    "numel",
+    "is_cuda",
+    "data_ptr",
+}
 _QUESTIONS = {"isinstance", "hasattr", "getattr", "type", "id", "callable"}
 
 Path = tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def direct_reads(cls: type[nn.Module]) -> frozenset[Path]:
     """Paths of descendants, as attribute names with `*` for an index, whose tensors `cls.forward` computes with.
 

@@ -49,12 +49,19 @@ class Plan(list):
         from rich.table import Table
 
         added = sum(row.added_parameters for row in self)
-        table = Table(title=f"{len(self.patched)} modules to patch, {len(self.left_alone)} left alone, {added:,} new parameters")
+        table = Table(
+            title=f"{len(self.patched)} modules to patch, {len(self.left_alone)} left alone, {added:,} new parameters"
+        )
         for column in ("module", "class", "becomes", "new parameters"):
             table.add_column(column, justify="right" if column == "new parameters" else "left", overflow="fold")
         for row in self:
             new = row.new_class if row.reason is None else f"[dim]left alone: {row.reason}[/dim]"
-            table.add_row(row.name or "(the model itself)", row.old_class, new, f"{row.added_parameters:,}" if row.reason is None else "")
+            table.add_row(
+                row.name or "(the model itself)",
+                row.old_class,
+                new,
+                f"{row.added_parameters:,}" if row.reason is None else "",
+            )
         return table
 
     def __str__(self) -> str:
@@ -67,7 +74,11 @@ class Plan(list):
 
 
 def resolve_config(
-    norm: str | None = _UNSET, linear: str | None = _UNSET, conv: str | None = _UNSET, config: PatchConfig | None = None, **fields: Any
+    norm: str | None = _UNSET,
+    linear: str | None = _UNSET,
+    conv: str | None = _UNSET,
+    config: PatchConfig | None = None,
+    **fields: Any,
 ) -> PatchConfig:
     """One PatchConfig from the arguments of `patch`: `config` (or the defaults) with what is named beside it."""
     if config is not None and not isinstance(config, PatchConfig):
@@ -191,7 +202,9 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
     survey = Survey(model)
     swaps = {}
     for config, names in entries:
-        candidates = {name: t for t in find_targets(model, config.replace(include=None, exclude=None)) for name in t.names}
+        candidates = {
+            name: t for t in find_targets(model, config.replace(include=None, exclude=None)) for name in t.names
+        }
         for name in names:
             target = candidates[name]
             swaps[id(target.module)] = _build(survey, target, config)
@@ -224,7 +237,9 @@ def _refuse_pooling_on_causal(survey: Survey, targets: list[Target], config: Pat
     for target in targets:
         if target.reason is None and is_causal(survey, target.name):
             what = "gate granularity='sequence'" if by_gate else f"branch {pooling[0]!r}"
-            remedy = "use granularity='token' or 'layer'" if by_gate else "use a branch that looks at one token, e.g. 'dyt'"
+            remedy = (
+                "use granularity='token' or 'layer'" if by_gate else "use a branch that looks at one token, e.g. 'dyt'"
+            )
             raise UnsupportedError(
                 f"{what} pools the whole sequence, and {target.name!r} is in a causal decoder, where a token would see "
                 f"later ones; {remedy}"
@@ -232,9 +247,13 @@ def _refuse_pooling_on_causal(survey: Survey, targets: list[Target], config: Pat
 
 
 def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
-    rules = ", ".join(f"{k}={getattr(config, k)!r}" for k in ("norm", "linear", "conv", "include") if getattr(config, k) is not None)
+    rules = ", ".join(
+        f"{k}={getattr(config, k)!r}" for k in ("norm", "linear", "conv", "include") if getattr(config, k) is not None
+    )
     reasons = sorted({t.reason for t in targets if t.reason})
-    found = f"found {len(targets)} candidates, all left alone: {'; '.join(reasons)}" if targets else "found no candidate"
+    found = (
+        f"found {len(targets)} candidates, all left alone: {'; '.join(reasons)}" if targets else "found no candidate"
+    )
     return f"{rules}: nothing to patch, {found}. plan(model) lists them"
 
 

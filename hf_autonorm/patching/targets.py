@@ -107,9 +107,7 @@ def find_targets(model: nn.Module, config: PatchConfig) -> list[Target]:
     Raises NoMatchError where `include` or `exclude` matches nothing that could be patched.
     """
     survey = Survey(model)
-    skip_inside = {
-        id(m) for w in survey.modules.values() if isinstance(w, Wrapper) for m in w.modules() if m is not w
-    }
+    skip_inside = {id(m) for w in survey.modules.values() if isinstance(w, Wrapper) for m in w.modules() if m is not w}
     targets = []
     for module in survey.modules.values():
         if id(module) in skip_inside:
@@ -160,8 +158,10 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
             return None
     elif module._modules:
         if any(True for child in module.modules() if child is not module and child._parameters):
-            return None if any("norm" in type(c).__name__.lower() for c in module.children()) else Target(
-                name, module, "norm", reason="norm with children of its own"
+            return (
+                None
+                if any("norm" in type(c).__name__.lower() for c in module.children())
+                else Target(name, module, "norm", reason="norm with children of its own")
             )
         target.reason = "norm with children of its own"
         return target

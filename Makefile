@@ -1,0 +1,38 @@
+# Each target makes the virtual environment it needs; nothing to type before.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+
+.PHONY: demo test lint bench sweep clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   patch, calibrate, train and reload a real pretrained model (under 5 minutes)"
+	@echo "make test   the tests                    make lint   ruff"
+	@echo "make bench  speed and memory             make sweep  every transformers and timm architecture (hours)"
+
+# The stamp changes with the dependencies, so an old environment is brought up to date.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[all]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/hf-autonorm demo --output runs/demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks
+
+sweep: $(VENV)/.installed
+	$(BIN)/python -m tests.sweep
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
