@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..config import CORRECTIONS
 from ..errors import ConfigError, UnsupportedError, nearest
-from .affine import Correction, divide, divisor, has_bias, squared_norm
+from .affine import Correction, divide, divisor, has_bias, is_plain, squared_norm
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -51,7 +51,7 @@ class PatchNorm(Correction):
             squares = self._patch_squares(x)
             d = divisor(squares, constant, strength, gain)
         if constant or not biased:
-            return divide(original(x), d)
+            return divide(original(x), d, in_place=is_plain(self.original, _CLASSES))
         return self._keep_bias_out(x, original, d)
 
     def _patch_squares(self, x: Tensor) -> Tensor:
@@ -73,11 +73,8 @@ class PatchNorm(Correction):
     def _keep_bias_out(self, x: Tensor, original: Any, d: Tensor) -> Tensor:
         """W x_p / d_p + b."""
         conv = self.original
-        hooks = (conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks)
-        hooked = any(hooks) or "forward" in conv.__dict__
-        if type(conv).forward in (c.forward for c in _CLASSES) and not hooked:
-            linear = conv._conv_forward(x, conv.weight, None)
-            quotient = divide(linear, d)
+        if is_plain(conv, _CLASSES):
+            quotient = divide(conv._conv_forward(x, conv.weight, None), d, in_place=True)
             return quotient + self._along_channels(conv.bias, quotient)
         # Someone must see the original being called, or it computes more than its weight says: take the bias out of its
         # output. Of the two forms one is exact at d = 1 and good for large d, the other does not blow up b's rounding.
