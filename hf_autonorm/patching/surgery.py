@@ -13,11 +13,14 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..errors import ConfigError, NoMatchError, NotPatchedError, UnsupportedError
+from ..nn.affine import AffineLike, Correction, NormLike
 from ..nn.autonorm import AutoNorm, MaskHolder
 from ..nn.branches import BRANCHES
+from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper
 from .record import update_record, wrappers
-from .targets import Survey, Target, find_targets, is_causal
+from .survey import Survey, Target
+from .targets import find_targets, is_causal
 
 _UNSET: Any = object()
 
@@ -123,10 +126,11 @@ def patch(
     calibrate: Iterable[Any] | None = None,
     **fields: Any,
 ) -> nn.Module:
-    """Patches `model` in place and returns it (a bare norm comes back wrapped).
+    """Patches `model` in place and returns it (a bare target module comes back wrapped).
 
         model = patch(AutoModel.from_pretrained(name))                       # norms → AutoNorm
         model = patch(model, norm="dyt", include=r"encoder\\..*", calibrate=batches)
+        model = patch(model, norm=None, linear="affine_like", strength=0.0)
 
     Args:
         model: any `nn.Module`: a transformers or timm model, or one of your own.
@@ -136,9 +140,9 @@ def patch(
         calibrate: batches to fit the patch on, see `calibrate`.
         fields: further fields of PatchConfig.
 
-    Kept as they were: dtype, device, `training`, `requires_grad`, hooks, shared modules, tied weights, the random state.
-    A module that would not be called, or not be right, is left alone; `plan` prints the reason. Called again, it patches
-    what is still unpatched.
+    Kept as they were: dtype, device, `training`, `requires_grad`, hooks, shared modules, tied weights, the random
+    state. A module that would not be called, or not be right, is left alone; `plan` prints the reason. Called again,
+    it patches what is still unpatched.
 
     Raises:
         ConfigError: a setting is unknown or out of range.
@@ -173,7 +177,7 @@ def patch(
 def unpatch(model: nn.Module) -> nn.Module:
     """Takes every original out again, the same objects; the model saves and loads as a stock one after it.
 
-    Returns the model (or the original, where the model itself was the wrapped norm).
+    Returns the model (or the original, where the model itself was wrapped).
     """
     found = wrappers(model)
     if not found:
@@ -224,6 +228,12 @@ def _targets(model: nn.Module, config: PatchConfig) -> tuple[Survey, list[Target
     if config.norm is None and config.linear is None and config.conv is None:
         raise ConfigError("norm, linear and conv are all None: there is nothing to patch; e.g. norm='autonorm'")
     survey, targets = Survey(model), find_targets(model, config)
+    for kind in ("linear", "conv"):
+        if getattr(config, kind) is not None and not any(t.kind == kind for t in targets):
+            raise NoMatchError(
+                f"rule {kind}={getattr(config, kind)!r} matches nothing: {type(model).__name__} holds no "
+                f"{'linear layer' if kind == 'linear' else 'convolution'}; leave {kind}= out"
+            )
     _refuse_pooling_on_causal(survey, targets, config)
     return survey, targets
 
@@ -235,14 +245,14 @@ def _refuse_pooling_on_causal(survey: Survey, targets: list[Target], config: Pat
     if not (config.norm and (by_gate or pooling)):
         return
     for target in targets:
-        if target.reason is None and is_causal(survey, target.name):
+        if target.kind == "norm" and target.reason is None and is_causal(survey, target.name):
             what = "gate granularity='sequence'" if by_gate else f"branch {pooling[0]!r}"
             remedy = (
                 "use granularity='token' or 'layer'" if by_gate else "use a branch that looks at one token, e.g. 'dyt'"
             )
             raise UnsupportedError(
-                f"{what} pools the whole sequence, and {target.name!r} is in a causal decoder, where a token would see "
-                f"later ones; {remedy}"
+                f"{what} pools the whole sequence, and {target.name!r} is in a causal decoder, where a token would "
+                f"see later ones; {remedy}"
             )
 
 
@@ -259,6 +269,10 @@ def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
 
 def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None = None) -> Wrapper:
     """The wrapper for one target; reads the model, changes nothing."""
+    if target.kind != "norm":
+        wrapper = _build_correction(target, config)
+        wrapper.patch_config = config
+        return wrapper
     near_device, near_dtype = _placement(survey, target)
     generator = torch.Generator().manual_seed((config.seed << 32) ^ zlib.crc32(target.name.encode()))
     wrapper = AutoNorm(
@@ -274,6 +288,13 @@ def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.de
     )
     wrapper.patch_config = config
     return wrapper
+
+
+def _build_correction(target: Target, config: PatchConfig) -> Correction:
+    if target.kind == "conv":
+        return PatchNorm(target.module, config.conv, strength=config.strength)
+    layer = AffineLike if config.linear == "affine_like" else NormLike
+    return layer(target.module, strength=config.strength)
 
 
 def _placement(survey: Survey, target: Target) -> tuple[torch.device | None, torch.dtype | None]:
@@ -336,6 +357,8 @@ def _describe(wrapper: Wrapper) -> str:
         if wrapper.replaces:
             return wrapper.branch_names[0]
         return f"AutoNorm({type(wrapper.original).__name__} | {' | '.join(wrapper.branch_names)})"
+    if isinstance(wrapper, PatchNorm):
+        return f"PatchNorm({wrapper.form})"
     return type(wrapper).__name__
 
 

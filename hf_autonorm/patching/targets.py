@@ -1,20 +1,18 @@
-"""What in a model is a norm, and why one is left alone."""
+"""What in a model is a norm (a linear, a convolution), and why one is left alone."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..config import PatchConfig
 from ..errors import NoMatchError, nearest
-from ..nn.traits import NormTraits, NotANorm, measure
+from ..nn.traits import NotANorm, measure
 from ..nn.wrapper import Wrapper
-from .reads import direct_reads, is_read
+from .affine_targets import conv_target, linear_target
+from .survey import Survey, Target, structural_reason
 
 _OTHER_NORMS = (
     nn.modules.batchnorm._NormBase,  # BatchNorm, InstanceNorm, SyncBatchNorm
@@ -23,75 +21,6 @@ _OTHER_NORMS = (
     nn.CrossMapLRN2d,
 )
 _OTHER_NAMES = re.compile(r"batch_?norm|group_?norm|instance_?norm|frozen_?batch|response_?norm|evonorm", re.I)
-# Their fused path reads the children's weights directly, in eval mode, from C++.
-_FUSED_PARENTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
-
-@dataclass
-class Target:
-    """A module that a rule of the patch is about; `reason` says why it is left alone, None where it is patched."""
-
-    name: str
-    module: nn.Module
-    kind: str  # "norm"
-    names: list[str] = field(default_factory=list)  # all names of this object; a shared module has several
-    reason: str | None = None
-    traits: NormTraits | None = None
-
-
-class Survey:
-    """One walk over a model: every module object once, with all its names and its ancestors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.names: dict[int, list[str]] = {}
-        self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
-        self.modules: dict[int, nn.Module] = {}
-        self._tied: dict[int, set[int]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self.names.setdefault(id(module), []).append(name)
-            self.modules[id(module)] = module
-        for module in self.modules.values():
-            for attribute, child in module._modules.items():
-                if child is not None:
-                    self.parents.setdefault(id(child), []).append((module, attribute))
-            for p in module._parameters.values():
-                if p is not None:
-                    self._tied.setdefault(id(p), set()).add(id(module))
-        self.held_outside = self._held_outside()
-        self.dotted = dict(model.named_modules(remove_duplicate=False))
-
-    def ancestors(self, name: str) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-        """(ancestor, path from it), nearest first."""
-        parts = name.split(".") if name else []
-        for split in range(len(parts) - 1, -1, -1):
-            yield self.dotted[".".join(parts[:split])], tuple(parts[split:])
-
-    def shares_parameters(self, module: nn.Module) -> bool:
-        """Whether another module object holds one of this one's parameters (tied weights)."""
-        return any(len(self._tied[id(p)]) > 1 for p in module._parameters.values() if p is not None)
-
-    def _held_outside(self) -> set[int]:
-        """Modules that somebody keeps in a plain list, dict or attribute: a swap in the tree would not reach them."""
-        held: set[int] = set()
-
-        def look(value: object, depth: int) -> None:
-            if isinstance(value, nn.Module):
-                held.add(id(value))
-            elif depth and isinstance(value, (list, tuple, set)):
-                for item in value:
-                    look(item, depth - 1)
-            elif depth and isinstance(value, dict):
-                for item in value.values():
-                    look(item, depth - 1)
-
-        own_tables = {"_modules", "_parameters", "_buffers"}
-        for module in self.modules.values():
-            if not isinstance(module, Wrapper):
-                for attribute, value in module.__dict__.items():
-                    if attribute not in own_tables and not attribute.endswith("_hooks"):
-                        look(value, 2)
-        return held
 
 
 def rule_matches(rule: str | list[str], name: str) -> bool:
@@ -113,11 +42,14 @@ def find_targets(model: nn.Module, config: PatchConfig) -> list[Target]:
         if id(module) in skip_inside:
             continue
         name = survey.names[id(module)][0]
-        if config.norm is not None:
-            target = _norm_target(survey, name, module)
-            if target is not None:
-                target.names = survey.names[id(module)]
-                targets.append(target)
+        target = _norm_target(survey, name, module) if config.norm is not None else None
+        if target is None and config.linear is not None:
+            target = linear_target(survey, name, module, heads=config.heads)
+        if target is None and config.conv is not None:
+            target = conv_target(survey, name, module, heads=config.heads)
+        if target is not None:
+            target.names = survey.names[id(module)]
+            targets.append(target)
     _apply_rules(targets, config)
     return targets
 
@@ -133,7 +65,7 @@ def _apply_rules(targets: list[Target], config: PatchConfig) -> None:
                 names = [name for t in targets for name in t.names]
                 raise NoMatchError(
                     f"rule {field_name}={item!r} matches none of the model's {len(names)} "
-                    f"candidates; {nearest(item, names) if names else 'there is no norm in it'}"
+                    f"candidates; {nearest(item, names) if names else 'there is none in it'}"
                 )
     for target in targets:
         if config.include is not None and not any(rule_matches(config.include, n) for n in target.names):
@@ -146,6 +78,8 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
     """A Target where `module` is a norm or calls itself one, else None."""
     if isinstance(module, Wrapper):
         return Target(name, module, "norm", reason="already patched") if hasattr(module, "branch_names") else None
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):  # a thin one looks like a vector
+        return None
     called_norm = "norm" in type(module).__name__.lower()
     target = Target(name, module, "norm")
     if isinstance(module, _OTHER_NORMS) or (called_norm and _OTHER_NAMES.search(type(module).__name__)):
@@ -165,7 +99,9 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
             )
         target.reason = "norm with children of its own"
         return target
-    target.reason = _structural_reason(survey, name, module, own)
+    target.reason = structural_reason(survey, name, module, own)
+    if target.reason is None and not own and getattr(module, "normalized_shape", None) is None:
+        target.reason = "norm of unknown width (no parameter and no normalized_shape)"
     if target.reason is None:
         try:
             target.traits = measure(module)
@@ -174,32 +110,6 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
                 return None
             target.reason = str(error)
     return target
-
-
-def _structural_reason(survey: Survey, name: str, module: nn.Module, own: list[torch.Tensor]) -> str | None:
-    """Why a norm cannot be wrapped where it stands, or None."""
-    required = [
-        p
-        for p in inspect.signature(type(module).forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
-    ]
-    if len(required) > 1:
-        return f"its forward takes more than one argument ({', '.join(p.name for p in required)})"
-    if not own and getattr(module, "normalized_shape", None) is None:
-        return "norm of unknown width (no parameter and no normalized_shape)"
-    if any(not p.is_floating_point() for p in own):
-        return "integer weight"
-    if survey.shares_parameters(module):
-        return "its parameters are tied to another module's"
-    if id(module) in survey.held_outside:
-        return "also held outside the module tree (a list or plain attribute), where a swap does not reach"
-    for one_name in survey.names[id(module)]:
-        for ancestor, path in survey.ancestors(one_name):
-            if isinstance(ancestor, _FUSED_PARENTS):
-                return f"inside {type(ancestor).__name__}, whose fused path reads its weight directly"
-            if is_read(path, direct_reads(type(ancestor))):
-                return f"{type(ancestor).__name__}.forward reads its weight directly"
-    return None
 
 
 def is_causal(survey: Survey, name: str) -> bool:
