@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
 from .diagnostics.gates import gates
-from .hub import loading as _loading  # registers the door for stock `from_pretrained`
+from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
 from .nn import register_branch
 from .patching.calibrate import calibrate
 from .patching.surgery import patch, plan, set_strength, unpatch

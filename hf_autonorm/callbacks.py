@@ -1,4 +1,4 @@
-"""Callbacks for any `transformers.Trainer`: freezing the gates (AutoNorm-S) and walking a patched model to full strength."""
+"""Callbacks for any `transformers.Trainer`: freezing the gates (AutoNorm-S), walking a model to full strength."""
 
 from __future__ import annotations
 
@@ -46,20 +46,22 @@ class _Resumable(TrainerCallback, ExportableState):
 class GateFreezeCallback(_Resumable):
     """AutoNorm-S: at the end of an epoch, decides by the gates' entropy whether to freeze them (arXiv 2607.10593).
 
-    Logs `gate_entropy` (nats, mean over layers and tokens), `gate_entropy_normalized` (over log(K+1)), `gate_norm_weight`
-    (the original norm's mean weight) and `gates_frozen` beside the loss. With `rule="never"` it only logs.
+    Logs `gate_entropy` (nats, mean over layers and tokens), `gate_entropy_normalized` (over log(K+1)),
+    `gate_norm_weight` (the original norm's mean weight) and `gates_frozen` beside the loss. With `rule="never"` it
+    only logs.
 
-    A frozen selector is bit-constant: it receives a zero gradient (`requires_grad` stays, flipping it crashes DDP), and its
-    gradients are dropped before each optimizer step, after clipping, so that neither momentum nor decay moves it.
+    A frozen selector is bit-constant: it receives a zero gradient (`requires_grad` stays, flipping it crashes DDP),
+    and its gradients are dropped before each optimizer step, after clipping, so that neither momentum nor decay
+    moves it.
 
     Args:
         freeze_epoch: the decision falls at the end of this epoch (1 is the first).
         entropy_threshold: in nats.
-        rule: "paper": freeze if the entropy is still at or above the threshold; "always"; "never"; "converged": freeze as
-            soon as it has fallen below, checked at the end of this epoch and of every later one.
+        rule: "paper": freeze if the entropy is still at or above the threshold; "always"; "never"; "converged":
+            freeze as soon as it has fallen below, checked at the end of this epoch and of every later one.
         scope: "model": one decision by the mean over all layers; "layer": each layer by its own entropy.
-        freeze_step: an optimizer step instead of the epoch, for data without a known length ("converged" checks at each
-            multiple of it).
+        freeze_step: an optimizer step instead of the epoch, for data without a known length ("converged" checks at
+            each multiple of it).
 
     Attributes after training:
         decision: None, or {"frozen": names, "entropy": …, "epoch": …, "step": …, "rule": …, "threshold": …}.
@@ -138,7 +140,7 @@ class GateFreezeCallback(_Resumable):
         layers = _learning_gates(kwargs["model"])
         if self.freeze_epoch is not None and self.rule != "never" and not _has_length(kwargs.get("train_dataloader")):
             raise ConfigError(
-                f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so it has no epochs; use freeze_step"
+                f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so no epochs; use freeze_step"
             )
         self._reset()
         resumed = self.restore(state)
@@ -269,8 +271,8 @@ class GateFreezeCallback(_Resumable):
         done = f"{len(d['frozen'])} of {d['layers']} gates frozen" if d["frozen"] else "no gate frozen"
         sign = "≥" if d["entropy"] >= d["threshold"] else "<"
         return (
-            f"{done} at epoch {d['epoch']:g} (step {d['step']}): mean gate entropy {d['entropy']:.4f} nats {sign} threshold "
-            f"{d['threshold']:g}, rule “{d['rule']}”."
+            f"{done} at epoch {d['epoch']:g} (step {d['step']}): mean gate entropy {d['entropy']:.4f} nats {sign} "
+            f"threshold {d['threshold']:g}, rule “{d['rule']}”."
         )
 
 

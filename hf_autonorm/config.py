@@ -67,7 +67,7 @@ class GateConfig(_Strict):
         default="token",
         metadata={
             "help": "token: one weight per token (safe with causal masks, padding and caches); sequence: one per "
-            "sequence, from the mean over its valid tokens (refused on causal decoders); layer: one, free of the input."
+            "sequence, from the mean over its valid tokens (refused on causal decoders); layer: one, for any input."
         },
     )
     hidden: int | float = field(

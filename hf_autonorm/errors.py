@@ -1,4 +1,7 @@
-"""The errors of hf_autonorm. Each message names the module, the rule and the remedy; all are raised before anything is changed."""
+"""The errors of hf_autonorm.
+
+Each message names the module, the rule and the remedy; all are raised before anything is changed.
+"""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class Gates(list):
 def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
     """Mean weights and entropy of every AutoNorm gate in `model`.
 
-    Without `batches`: of the last training forward (at the start: the initial ones). With them: over those batches, in eval
-    mode. Returns rows (name, weights, entropy, frozen, strength, r2).
+    Without `batches`: of the last training forward (at the start: the initial ones). With them: over those batches,
+    in eval mode. Returns rows (name, weights, entropy, frozen, strength, r2).
     """
     layers = autonorms(model)
     if not layers:

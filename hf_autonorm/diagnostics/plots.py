@@ -26,7 +26,7 @@ def plot_gates(rows: list[Any], path: str | None = None):
 
 
 def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | None = None, path: str | None = None):
-    """Norm weight per layer and mean entropy over training, from `GateFreezeCallback.history`; a line at the freeze."""
+    """Norm weight per layer and mean entropy over training, from `GateFreezeCallback.history`; a line at a freeze."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

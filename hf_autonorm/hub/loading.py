@@ -1,7 +1,7 @@
 """Stock `AutoModel.from_pretrained` rebuilds a patched model, once `hf_autonorm` is imported.
 
-transformers lets a registered quantizer change a model between its construction (on the meta device) and the loading of the
-weights; that is the moment to wrap the modules that were wrapped when the model was saved.
+transformers lets a registered quantizer change a model between its construction (on the meta device) and the loading
+of the weights; that is the moment to wrap the modules that were wrapped when the model was saved.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AutoNormQuantizationConfig(QuantizationConfigMixin):
         unknown = set(config_dict) - {"quant_method", "version", "patches"}
         if unknown or "patches" not in config_dict:
             raise CheckpointError(
-                f"the patch record in config.json has the keys {sorted(config_dict)}; expected quant_method, version and "
-                "patches. It was written by another version of hf_autonorm, or by hand"
+                f"the patch record in config.json has the keys {sorted(config_dict)}; expected quant_method, version "
+                "and patches. It was written by another version of hf_autonorm, or by hand"
             )
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
@@ -54,8 +54,8 @@ class AutoNormQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
             raise CheckpointError(
-                "quantization_config says `autonorm`, but the checkpoint is not a patched one. Load it without, then call "
-                "patch(model)"
+                "quantization_config says `autonorm`, but the checkpoint is not a patched one. Load it without, then "
+                "call patch(model)"
             )
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
             if target is None or target.reason is not None:
                 why = "it is no candidate" if target is None else target.reason
                 raise CheckpointError(
-                    f"the checkpoint's patch names {name!r}, which cannot be wrapped in this {type(model).__name__}: {why}"
+                    f"the checkpoint's patch names {name!r}, not to be wrapped in this {type(model).__name__}: {why}"
                 )
             names.append(own)
         resolved.append((config, names))
@@ -115,8 +115,8 @@ def _own_name(model: nn.Module, name: str) -> str | None:
     if other_head:
         return None
     raise CheckpointError(
-        f"the checkpoint's patch names the module {name!r}, which this {type(model).__name__} lacks; {nearest(name, modules)}. "
-        "Was the config edited, or is it another architecture's?"
+        f"the checkpoint's patch names the module {name!r}, which this {type(model).__name__} lacks; "
+        f"{nearest(name, modules)}. Was the config edited, or is it another architecture's?"
     )
 
 
@@ -135,8 +135,8 @@ def require_loaded(model: nn.Module) -> None:
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the patch are not in the checkpoint: {', '.join(missing[:4])}"
-            f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another version: load "
-            "it unpatched (delete quantization_config from its config.json) and call patch(model)"
+            f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another version: "
+            "load it unpatched (delete quantization_config from its config.json) and call patch(model)"
         )
 
 

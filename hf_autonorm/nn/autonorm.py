@@ -52,8 +52,9 @@ def valid_tokens(mask: Any) -> Tensor | None:
 class AutoNorm(Wrapper):
     """(1 − λ(1 − w₀))·f(x) + λ·Σₖ wₖ·bₖ(x): f the wrapped norm, b the branches, w the gate, λ the strength.
 
-    The mixture is computed in fp32 (or the input's wider type) and has the dtype, shape and memory layout of f(x). With
-    a gate fixed on a branch (`GateConfig(kind="fixed", value=0.0)`) it is that branch alone; f then only runs for λ < 1.
+    The mixture is computed in fp32 (or the input's wider type) and has the dtype, shape and memory layout of f(x).
+    With a gate fixed on a branch (`GateConfig(kind="fixed", value=0.0)`) it is that branch alone; f then only runs
+    for λ < 1.
 
     Args:
         original: any LayerNorm- or RMSNorm-like module, whatever its class; `NotANorm` otherwise.
@@ -65,8 +66,8 @@ class AutoNorm(Wrapper):
         generator: random numbers of the start; the global state is never used.
         device, dtype: of the added parameters; default: those of the norm's own.
 
-    Buffers beside those of `Wrapper`: `frozen` (1,), `r2` (K,) from calibration (2.0: none yet), `statistics` (K+2,): the
-    gate's mean weights and its entropy in nats in the last training forward.
+    Buffers beside those of `Wrapper`: `frozen` (1,), `r2` (K,) from calibration (2.0: none yet), `statistics`
+    (K+2,): the gate's mean weights and its entropy in nats in the last training forward.
     """
 
     def __init__(

@@ -194,7 +194,8 @@ class AdaNorm(_Standardizing):
 @register_branch("film")
 class FiLM(_Standardizing):
     """(weight + Δγ(x̄)) ⊙ n(x) + (bias + Δβ(x̄)): feature-wise linear modulation (arXiv 1709.07871, eq. 2), conditioned
-    on the layer's own input x̄, pooled over the valid tokens. Δγ and Δβ come from one hidden layer and start at zero."""
+    on the layer's own input x̄, pooled over the valid tokens. Δγ and Δβ come from one hidden layer and start at
+    zero."""
 
     pools_sequence = True
     hidden = 16
@@ -239,7 +240,7 @@ def masked_mean(rows: Tensor, mask: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def uniform_fan_in_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """U(−1/√fan_in, 1/√fan_in), `nn.Linear`'s start, drawn on the CPU in fp32 from `generator`: the same seed gives the
+    """U(−1/√fan_in, 1/√fan_in), `nn.Linear`'s start, drawn on the CPU in fp32 from `generator`: a seed gives the
     same parameters on every device and leaves the global random state alone."""
     if weight.is_meta:
         return weight

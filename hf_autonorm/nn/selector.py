@@ -22,9 +22,9 @@ def gumbel_like(logits: Tensor) -> Tensor:
 class NormSelector(nn.Module):
     """Weights over [original, branch 1 … branch K] that sum to 1 (AutoNorm, arXiv 2607.10593).
 
-    p = softmax(W₂ relu(W₁ x + b₁) + b₂), computed in fp32 or wider whatever the dtype of the parameters. While training
-    and not frozen, `gumbel` draws w = softmax((logits + Gumbel noise)/τ); otherwise w = p. W₂ starts at zero and b₂ so that
-    the original's weight is exactly `init_norm_weight`.
+    p = softmax(W₂ relu(W₁ x + b₁) + b₂), computed in fp32 or wider whatever the parameters' dtype. While training
+    and not frozen, `gumbel` draws w = softmax((logits + Gumbel noise)/τ); otherwise w = p. W₂ starts at zero and b₂
+    so that the original's weight is exactly `init_norm_weight`.
 
     The parameters are held plainly: an inner `nn.Linear` would be re-initialised, LoRA-wrapped, quantised or patched.
 
@@ -100,7 +100,8 @@ class NormSelector(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(w, log p), each (…, K+1) in the dtype of `rows`.
 
-        rows: the norm's input, channels last, fp32 or wider. mask: (batch, tokens), True where valid, read by `sequence`.
+        rows: the norm's input, channels last, fp32 or wider. mask: (batch, tokens), True where valid, read by
+            `sequence`.
         noisy: whether to sample; None: while training.
         """
         noisy = self.training if noisy is None else noisy

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 
 _TOLERANCE = 2e-3
-# Stated everywhere: `from_pretrained` builds models with meta as the default device and half precision as default dtype.
+# Stated everywhere: `from_pretrained` builds models with meta as the default device and half precision as default
+# dtype.
 _PLAIN = {"device": "cpu", "dtype": torch.float32}
 # (channel axis, shape of a probe; D stands for the width). The other sizes are no width that occurs.
 _PROBES = (

@@ -52,8 +52,8 @@ class Wrapper(nn.Module):
 
     # --- scalar state -------------------------------------------------------------------------------------------
     # The tensors are the truth (they are saved, broadcast and averaged). Python keeps a copy of their values, so that
-    # forward can branch without waiting for the device and a compiled graph specialises on the phase alone. The copy is
-    # refreshed when a tensor was replaced or written in place; an untouched layer changes no attribute in forward.
+    # forward can branch without waiting for the device and a compiled graph specialises on the phase alone. The copy
+    # is refreshed when a tensor was replaced or written in place; an untouched layer changes no attribute in forward.
 
     def _add_scalar(self, name: str, value: float) -> None:
         device = next((t.device for t in (*self.original.parameters(), *self.original.buffers())), None)
@@ -89,7 +89,7 @@ class Wrapper(nn.Module):
 
     @torch.no_grad()
     def set_scalar(self, name: str, value: float) -> None:
-        """Writes a scalar buffer in place; the supported way under `torch.compile` (compiled code sees the new phase)."""
+        """Writes a scalar buffer in place; the way that `torch.compile`d code sees."""
         self._buffers[name].fill_(value)
         self._sync_scalars()
 

@@ -35,8 +35,8 @@ class FitRow:
 
 @dataclass
 class CalibrationReport:
-    """What `calibrate` did. Drift is the mean cosine, over valid positions, between the model's output and the original's,
-    at full strength: 1 is the original."""
+    """What `calibrate` did. Drift is the mean cosine, over valid positions, between the model's and the original's
+    output at full strength: 1 is the original."""
 
     rows: list[FitRow] = field(default_factory=list)
     cosine_before: float = float("nan")
@@ -66,10 +66,11 @@ class CalibrationReport:
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     """Fits the patch to the original, layer after layer, in forward passes only.
 
-    Each pointwise branch gets the α (by a one-dimensional search) and the per-channel scale and shift (in closed form) that
-    come closest, in least squares, to what the original model computes at this layer, given the input that the layers
-    fitted before it produce. Padding is left out (by `attention_mask`), the sums are in float64. The selectors' first layers
-    are scaled to the size of their inputs. The function at λ = 0 does not change, nor does the random state.
+    Each pointwise branch gets the α (by a one-dimensional search) and the per-channel scale and shift (in closed
+    form) that come closest, in least squares, to what the original model computes at this layer, given the input
+    that the layers fitted before it produce. Padding is left out (by `attention_mask`), the sums are in float64. The
+    selectors' first layers are scaled to the size of their inputs. The function at λ = 0 does not change, nor does
+    the random state.
 
     Args:
         model: a patched model.

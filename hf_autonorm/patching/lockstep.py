@@ -1,9 +1,9 @@
 """Runs several forward passes side by side, layer after layer.
 
-Fitting a layer needs what all batches bring to it, and the next layer needs the fitted outputs of this one. One pass per
-layer would cost as many passes as there are layers. Here every batch's pass runs in a thread of its own that pauses where
-it meets a layer not yet dealt with; when all have paused (or ended), that layer is dealt with and they go on. One
-thread runs at a time, in order, so the result does not depend on timing.
+Fitting a layer needs what all batches bring to it, and the next layer needs the fitted outputs of this one. One pass
+per layer would cost as many passes as there are layers. Here every batch's pass runs in a thread of its own that
+pauses where it meets a layer not yet dealt with; when all have paused (or ended), that layer is dealt with and they
+go on. One thread runs at a time, in order, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Runner:
 
 
 class Lockstep:
-    """`run(works, deal)`: each work calls `meet(key, payload)` where it reaches a layer; `deal(key, payloads)` is called
-    once for a key, with the payloads of all passes that wait there, before any of them goes on."""
+    """`run(works, deal)`: each work calls `meet(key, payload)` where it reaches a layer; `deal(key, payloads)` is
+    called once for a key, with the payloads of all passes that wait there, before any of them goes on."""
 
     def __init__(self) -> None:
         self._current: _Runner | None = None

@@ -1,8 +1,8 @@
 """Which children's tensors a module's forward reads directly, told from its source.
 
 A wrapped layer whose weight the parent reads (`F.linear(x, self.qkv.weight)`) is bypassed: its forward never runs. The
-module tree does not show it and hooks do not either (any hook makes `nn.TransformerEncoderLayer` leave the fused path that
-hides the fault), so the methods reachable from `forward` are read as a syntax tree.
+module tree does not show it and hooks do not either (any hook makes `nn.TransformerEncoderLayer` leave the fused
+path that hides the fault), so the methods reachable from `forward` are read as a syntax tree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Path = tuple[str, ...]
 def direct_reads(cls: type[nn.Module]) -> frozenset[Path]:
     """Paths of descendants, as attribute names with `*` for an index, whose tensors `cls.forward` computes with.
 
-    `self.attn.qkv.weight` passed to a call gives `("attn", "qkv")`; `.weight.dtype`, `is None`, `isinstance` give nothing.
+    `self.attn.qkv.weight` passed to a call gives `("attn", "qkv")`; `.weight.dtype`, `is None`, `isinstance` give
+    nothing.
     """
     found: set[Path] = set()
     seen: set[str] = set()

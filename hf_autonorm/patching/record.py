@@ -1,7 +1,7 @@
 """What was patched, written into the transformers config, so that a saved model can be rebuilt.
 
-`config.quantization_config = {"quant_method": "autonorm", "version": …, "patches": [{"spec": …, "modules": […]}, …]}`: the
-one door through which stock `from_pretrained` lets a package change modules before the weights are loaded.
+`config.quantization_config = {"quant_method": "autonorm", "version": …, "patches": [{"spec": …, "modules": […]},
+…]}`: the one door through which stock `from_pretrained` lets a package change modules before the weights are loaded.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def read_record(config: Any) -> dict[str, Any] | None:
 def update_record(model: nn.Module) -> None:
     """Makes every config that describes `model`, a part of it, or a model it is part of, say what is patched now.
 
-    The config objects are copied first (an unpatched model may share them), all modules of the tree switch to the copy.
+    The config objects are copied first (an unpatched model may share them), all modules of the tree switch to the
+    copy.
     """
     for root in _roots(model):
         _update_root(root)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """`model`, or the outermost models in memory that contain it: `patch(model.encoder)` must show in `model`'s config."""
+    """`model`, or the outermost models in memory that contain it: `patch(model.encoder)` concerns `model`."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
