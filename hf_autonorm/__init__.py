@@ -12,6 +12,7 @@ from .diagnostics.gates import gates
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
 from .nn import register_branch
 from .patching.calibrate import calibrate
+from .patching.fold import fold
 from .patching.surgery import patch, plan, set_strength, unpatch
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PatchConfig",
     "StrengthRampCallback",
     "calibrate",
+    "fold",
     "gates",
     "patch",
     "plan",

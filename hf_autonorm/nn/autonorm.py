@@ -151,6 +151,14 @@ class AutoNorm(Wrapper):
     def unfreeze(self) -> None:
         self.set_scalar("frozen", 0.0)
 
+    def become_branch(self, name: str, branch: Branch) -> None:
+        """Drops the gate and all other branches: from now on `branch` alone, at full strength."""
+        self.branch_names, self.gate = (name,), GateConfig(kind="fixed", value=0.0)
+        self.bias_branches = nn.ModuleList([branch])
+        self.bias_gate = NormSelector(self.width, 1, self.gate)
+        self.r2 = self.r2[:1].clone()
+        self.statistics = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float32, device=self.r2.device)
+
     def drop_frozen_gradients(self) -> None:
         """Sets the selector's gradients to None while it is frozen: call it between `backward` (and clipping) and the
         optimizer's step, as `GateFreezeCallback` does, else momentum and weight decay go on moving it."""
