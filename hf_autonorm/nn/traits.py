@@ -6,6 +6,7 @@ A probe of a few tokens tells all of it, for any class, without touching the mod
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -107,25 +108,42 @@ def normalize(x: Tensor, centered: bool, axis: int = -1) -> Tensor:
     return x / x.square().mean(axis, keepdim=True).sqrt()
 
 
-@torch.no_grad()
 def measure(norm: nn.Module) -> NormTraits:
     """Measures `norm`, or raises `NotANorm` with the reason why it is none.
 
     Works on every device including meta, draws no global random number, calls no hook, leaves `norm` as it is.
     """
+    own = [t for t in (*norm._parameters.values(), *norm._buffers.values()) if t is not None]
+    if own and all(t.is_meta for t in own):
+        # Without values all norms of one kind measure the same: a large model has many of few kinds.
+        kind = (type(norm), norm.extra_repr(), str({k: v for k, v in vars(norm).items() if not k.startswith("_")}))
+        key = (*kind, *(f"{name}{tuple(t.shape)}" for name, t in norm.state_dict(keep_vars=True).items()))
+        if key not in _MEASURED:
+            _MEASURED[key] = _measure(norm)
+        return _MEASURED[key]
+    return _measure(norm)
+
+
+_MEASURED: dict[tuple, NormTraits] = {}
+
+
+@torch.no_grad()
+def _measure(norm: nn.Module) -> NormTraits:
     width = width_of(norm)
     clone = stand_in(norm)
     clone.__dict__["training"] = False
     forward = type(norm).forward.__get__(clone)
-    reasons = []
-    # The probe must not see the caller's autocast, default device or inference state.
-    with torch.autocast("cpu", enabled=False), torch.device("cpu"):
+    refusals = 0
+    # The probe must not see the caller's autocast or default device (entering a device context is slow: if needed).
+    default = torch.get_default_device()
+    on_cpu = contextlib.nullcontext() if default.type == "cpu" else torch.device("cpu")
+    with torch.autocast("cpu", enabled=False), on_cpu:
         for axis, shape in _PROBES:
             shape = tuple(width if s == "D" else s for s in shape)
             try:
                 found = _measure_on(forward, shape, axis, width)
-            except Exception as error:  # a norm may refuse a rank in any way it likes; another probe may fit
-                reasons.append(f"{type(error).__name__} on shape {shape}")
+            except Exception:  # a norm may refuse a rank in any way it likes; another probe may fit
+                refusals += 1
                 continue
             if found is not None:
                 centered, weight, bias = found
@@ -139,7 +157,7 @@ def measure(norm: nn.Module) -> NormTraits:
                     learns_bias=any(_is_shift(name) for name in _vectors(clone, width)),
                     layout=_layout(forward, shape, axis),
                 )
-    if len(reasons) == len(_PROBES):
+    if refusals == len(_PROBES):
         raise NotANorm("its forward takes no single tensor")
     raise NotANorm("its output is no scaled and shifted LayerNorm or RMSNorm of its input")
 

@@ -21,8 +21,8 @@ from .targets import Survey
 def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: float = 1e-3) -> nn.Module:
     """Collapses the layers that no longer adapt; the model's outputs change by about `tolerance` at most.
 
-    A gate that stays within `tolerance` of the original gives the original module back, the same object; one that stays
-    within it of one branch becomes that branch alone (at full strength). Weights that depend on the input are judged
+    A gate that stays within `tolerance` of the original gives the original module back, the same object; one that
+    stays within it of one branch becomes that branch alone (at full strength). Weights that depend on the input are judged
     over `batches`. Where nothing of the patch is left, the model is a stock one: same classes, same state dict.
 
     Args:

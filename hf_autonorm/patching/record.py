@@ -72,11 +72,14 @@ def _roots(model: nn.Module) -> list[nn.Module]:
         return []
     from transformers import PreTrainedModel
 
-    above = [
-        o
-        for o in gc.get_objects()
-        if issubclass(type(o), PreTrainedModel) and o is not model and any(m is model for m in o.modules())
-    ]
+    # A module does not know its parent. One walk over the heap finds the few models in it.
+    kinds, pending = set(), [PreTrainedModel]
+    while pending:
+        kind = pending.pop()
+        kinds.add(kind)
+        pending += kind.__subclasses__()
+    models = [o for o in gc.get_objects() if type(o) in kinds]
+    above = [o for o in models if o is not model and any(m is model for m in o.modules())]
     outermost = [o for o in above if not any(m is o for other in above if other is not o for m in other.modules())]
     return outermost or [model]
 
