@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from tasks import TASKS
-from variants import VARIANTS
+from training.tasks import TASKS
+from training.variants import VARIANTS
 
 
 @dataclass

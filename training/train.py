@@ -10,10 +10,12 @@ A run is a recipe and a variant; every field of the recipe can be overridden (`-
 
 From a local copy of the data, calibrated, walked from the original model to the patched one:
 
-    accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --data_dir ../shared/data/ud_english_ewt \
+    accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --data_dir DIR \
         --variant dyt --calibrate 8 --strength 0 --strength_ramp_ratio 0.6
 
-Go on after a break (a checkpoint folder, or `last` for the newest in the output folder):
+Go on after a break (a checkpoint folder, or `last` for the newest in the output folder). The outcome has the same bits
+as without the break, as long as evaluations and checkpoints fall together, as in the recipes: an evaluation draws a
+random number, and one that a checkpoint does not yet know of is not drawn again. `group_by_length` breaks it too.
 
     accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --resume_from_checkpoint last
 
@@ -34,38 +36,41 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, wherever this is started
+
 from transformers import Trainer, enable_full_determinism, set_seed
 
-from arguments import parse_args
-from tasks import load_task
-from variants import VARIANTS, apply_variant
+from hf_autonorm import GateFreezeCallback
+from training.arguments import parse_args
+from training.tasks import load_task
+from training.variants import apply_variant
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
 
 
 def main(argv: list[str] | None = None) -> dict:
-    data, variant, training = parse_args(argv)
+    data_args, variant_args, training_args = parse_args(argv)
 
     # The seed comes before the model: its new head is drawn from it. Trainer sets it again before training.
-    (enable_full_determinism if training.full_determinism else set_seed)(training.seed)
-    with training.main_process_first(desc="load and tokenize"):
-        task = load_task(data)
+    (enable_full_determinism if training_args.full_determinism else set_seed)(training_args.seed)
+    with training_args.main_process_first(desc="load and tokenize"):
+        task = load_task(data_args)
     splits = task.splits
 
-    model = task.model.to(training.device)
+    model = task.model.to(training_args.device)
     parameters_before = count_parameters(model)
     batches = []
-    if variant.calibrate:
+    if variant_args.calibrate:
         rows = splits["train"].shuffle(seed=0)  # every rank fits on the same rows, and the random state stays as it is
-        size = training.per_device_train_batch_size
-        for start in range(0, min(variant.calibrate * size, len(rows)), size):
+        size = training_args.per_device_train_batch_size
+        for start in range(0, min(variant_args.calibrate * size, len(rows)), size):
             batch = task.data_collator([rows[i] for i in range(start, min(start + size, len(rows)))])
-            batches.append({name: tensor.to(training.device) for name, tensor in batch.items()})
-    model, callbacks = apply_variant(model, variant, batches, seed=training.seed)
+            batches.append({name: tensor.to(training_args.device) for name, tensor in batch.items()})
+    model, callbacks = apply_variant(model, variant_args, batches, seed=training_args.seed)
 
     trainer = Trainer(
         model=model,
-        args=training,
+        args=training_args,
         train_dataset=splits["train"],
         eval_dataset=splits["validation"],
         processing_class=task.processing_class,
@@ -74,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict:
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
         callbacks=callbacks,
     )
-    checkpoint = training.resume_from_checkpoint
+    checkpoint = training_args.resume_from_checkpoint
     start = time.perf_counter()
     trained = trainer.train(resume_from_checkpoint=True if checkpoint == "last" else checkpoint)
     seconds = time.perf_counter() - start
@@ -85,33 +90,29 @@ def main(argv: list[str] | None = None) -> dict:
         trainer.log_metrics(split, measured)
         metrics[split] = {name.removeprefix(f"{split}_"): value for name, value in measured.items() if name != "epoch"}
 
+    watcher = next((callback for callback in callbacks if isinstance(callback, GateFreezeCallback)), None)
     results = {
-        "task": data.task,
-        "variant": variant.variant,
-        "seed": training.seed,
+        "task": data_args.task,
+        "variant": variant_args.variant,
+        "seed": training_args.seed,
         "metrics": metrics,
         "train_loss": trained.training_loss,
-        "callbacks": {type(callback).__name__: callback.state()["attributes"] for callback in callbacks},
+        "freeze_decision": watcher.decision if watcher else None,
+        "gate_history": watcher.history if watcher else [],
         "rows": {name: len(split) for name, split in splits.items()},
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
-        "processes": training.world_size,
+        "processes": training_args.world_size,
         "parameters": {"total": count_parameters(model), "added": count_parameters(model) - parameters_before},
-        "settings": asdict(data) | asdict(variant),
+        "settings": asdict(data_args) | asdict(variant_args),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "command": shlex.join(sys.argv if argv is None else ["training/train.py", *argv]),
     }
-    if VARIANTS[variant.variant].patch is None:
-        trainer.save_model()
-    elif trainer.is_world_process_zero():
-        import hf_autonorm
-
-        numbers = {f"{split}_{name}": value for split, values in metrics.items() for name, value in values.items()}
-        hf_autonorm.save_pretrained(model, training.output_dir, metrics=numbers)
-        task.processing_class.save_pretrained(training.output_dir)
     if trainer.is_world_process_zero():
-        Path(training.output_dir, "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(results, indent=2) + "\n"
+        Path(training_args.output_dir, "results.json").write_text(text, encoding="utf-8")
+    trainer.save_model()  # TODO hf_autonorm.save_pretrained, which adds the card
     return results
 
 

@@ -1,16 +1,19 @@
 """The variants that runs compare: each is a patch configuration and nothing else.
 
-`patch` holds `PatchConfig` fields, with those of the gate as a `GateConfig` dict; `freeze` adds AutoNorm-S's callback.
+`patch` holds `PatchConfig` fields and `gate` those of its `GateConfig`. A learned gate is watched by a
+`GateFreezeCallback`: `freeze="never"` only logs it, `freeze="rule"` is AutoNorm-S, by the rule of the run's settings.
 """
 
 from dataclasses import dataclass, field
+
+from hf_autonorm import GateConfig, GateFreezeCallback, PatchConfig, StrengthRampCallback, patch
 
 
 @dataclass(frozen=True)
 class Variant:
     patch: dict | None = field(default_factory=dict)  # None: the model stays as it is
     gate: dict = field(default_factory=dict)
-    freeze: bool = False
+    freeze: str | None = None
 
 
 VARIANTS = {
@@ -22,10 +25,10 @@ VARIANTS = {
     "adanorm": Variant({"norm": "adanorm"}),
     "film": Variant({"norm": "film"}),
     "random": Variant(gate={"kind": "random"}),
-    "autonorm": Variant(),
-    "autonorm_s": Variant(freeze=True),
-    "autonorm_softmax": Variant(gate={"kind": "softmax"}),
-    "autonorm_hard": Variant(gate={"kind": "hard"}),
+    "autonorm": Variant(freeze="never"),
+    "autonorm_s": Variant(freeze="rule"),
+    "autonorm_softmax": Variant(gate={"kind": "softmax"}, freeze="never"),
+    "autonorm_hard": Variant(gate={"kind": "hard"}, freeze="never"),
     "affine_like": Variant({"norm": None, "linear": "affine_like"}),
     "norm_like": Variant({"norm": None, "linear": "norm_like"}),
 }
@@ -36,18 +39,15 @@ def apply_variant(model, args, batches: list[dict], seed: int) -> tuple:
     variant = VARIANTS[args.variant]
     if variant.patch is None:
         return model, []
-    from hf_autonorm import GateConfig, GateFreezeCallback, PatchConfig, StrengthRampCallback, patch
-
     gate = GateConfig(**{"init_norm_weight": args.init_norm_weight} | variant.gate)
     config = PatchConfig(**{"norm": "autonorm", "strength": args.strength, "seed": seed} | variant.patch, gate=gate)
     model = patch(model, config=config, calibrate=batches or None)
     callbacks = []
     if args.strength_ramp_ratio is not None:
         callbacks.append(StrengthRampCallback(end=1.0, ratio=args.strength_ramp_ratio))
-    if variant.freeze:
+    if variant.freeze is not None:
+        rule = args.freeze_rule if variant.freeze == "rule" else "never"
         callbacks.append(
-            GateFreezeCallback(
-                freeze_epoch=args.freeze_epoch, entropy_threshold=args.entropy_threshold, rule=args.freeze_rule
-            )
+            GateFreezeCallback(freeze_epoch=args.freeze_epoch, entropy_threshold=args.entropy_threshold, rule=rule)
         )
     return model, callbacks

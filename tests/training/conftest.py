@@ -1,13 +1,8 @@
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("HF_AUTONORM_SHARED", ROOT.parent / "shared"))
-
-sys.path.insert(0, str(ROOT / "training"))  # as `python training/train.py` does
 
 
 @pytest.fixture(scope="session")
@@ -16,19 +11,17 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ewt() -> Path:
-    folder = SHARED / "data" / "ud_english_ewt"
-    if not folder.exists():
-        pytest.skip(f"no {folder}: set HF_AUTONORM_SHARED to the folder that has data/ud_english_ewt")
-    return folder
+def ewt(shared) -> Path:
+    return shared / "data" / "ud_english_ewt"
 
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory) -> Path:
     """One BERT layer of width 32 under the real MiniLM tokenizer."""
     import torch
-    from models import resolve_model
     from transformers import AutoTokenizer, BertConfig, BertModel
+
+    from training.models import resolve_model
 
     folder = tmp_path_factory.mktemp("tiny_bert")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("minilm"))

@@ -11,20 +11,21 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
 
-from arguments import parse_args
 from datasets import ClassLabel, Dataset, DatasetDict, Sequence
-from metrics import load_metric
-from models import resolve_model
-from tasks import TASKS, take
-from tasks.pos_tagging import encoder, with_string_tags
-from tasks.word_sentiment import load_lexicon, split_by_family, split_of
-from train import main
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     DataCollatorForTokenClassification,
 )
+
+from training.arguments import parse_args
+from training.metrics import load_metric
+from training.models import resolve_model
+from training.tasks import TASKS, take
+from training.tasks.pos_tagging import encoder, with_string_tags
+from training.tasks.word_sentiment import load_lexicon, split_by_family, split_of
+from training.train import main
 
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
 
@@ -135,8 +136,8 @@ def test_each_word_is_labelled_once_on_its_first_sub_token(seed, max_length):
         assert len(labels) == len(words) == len(encoded["input_ids"][row])
         labelled = [word for word, label in zip(words, labels) if label != -100]
         assert labelled == sorted({word for word in words if word is not None})  # each once, in order
-        assert all(words.index(word) == words[1:].index(word) + 1 and labels[words.index(word)] == TAGS[tags[row][word]]
-                   for word in labelled)  # fmt: skip
+        for word in labelled:
+            assert labels[words.index(word)] == TAGS[tags[row][word]]
         if max_length is None:  # only what the tokenizer itself drops has no label
             assert labelled == [i for i, word in enumerate(sentence) if tokenizer.tokenize(word)]
 
@@ -192,7 +193,7 @@ def test_three_steps_of_a_recipe(run, recipe, auto_class):
     results, folder = run(recipe, "--variant=ln", "--eval_strategy=epoch")
     assert json.loads((folder / "results.json").read_text()) == results
     assert (results["variant"], results["seed"], results["steps"], results["processes"]) == ("ln", 42, 3, 1)
-    assert results["parameters"]["added"] == 0 and results["callbacks"] == {}
+    assert results["parameters"]["added"] == 0 and results["freeze_decision"] is None
     for split in ("validation", "test"):
         assert 0 <= results["metrics"][split]["accuracy"] <= 1
         assert {"f1_macro", "loss"} <= results["metrics"][split].keys()
@@ -203,7 +204,8 @@ def test_three_steps_of_a_recipe(run, recipe, auto_class):
         assert results["metrics"]["test"]["words"] == 8 * (6 + 3)
         sentence = ["I", "do", "n't", "like", "antidisestablishmentarianism", "."]
         inputs = tokenizer(sentence, is_split_into_words=True, return_tensors="pt")
-        assert model.config.id2label[int(model(**inputs).logits[0, 1].argmax())] in {"PRON", "NOUN", "VERB", "AUX", "PART", "PUNCT"}  # fmt: skip
+        tag = model.config.id2label[int(model(**inputs).logits[0, 1].argmax())]
+        assert tag in {"PRON", "AUX", "PART", "VERB", "NOUN", "PUNCT"}
     else:
         assert model.config.label2id == {"negative": 0, "positive": 1}
         words = take(split_by_family(load_lexicon()), None, 16)["test"]
@@ -213,18 +215,55 @@ def test_three_steps_of_a_recipe(run, recipe, auto_class):
         assert float(right.double().mean()) == results["metrics"]["test"]["accuracy"]
 
 
-@pytest.mark.parametrize("recipe", ["word_sentiment", "pos_ewt"])
-def test_same_seed_same_bits_and_so_after_a_break(run, recipe):
-    options = ("--variant=ln", "--max_steps=4", "--save_strategy=steps", "--save_steps=2")
+@pytest.mark.parametrize(
+    "recipe, variant, checkpoint",
+    [
+        ("word_sentiment", "ln", 4),
+        ("pos_ewt", "autonorm_s", 6),
+        pytest.param(
+            *("pos_ewt", "autonorm_s", 4),
+            marks=pytest.mark.xfail(
+                strict=True, reason="GateFreezeCallback.on_train_begin ends the epoch of a checkpoint within one"
+            ),
+        ),
+    ],
+)
+def test_same_seed_same_bits_and_so_after_a_break(run, recipe, variant, checkpoint):
+    """Epochs have three steps: checkpoint 4 lies within the second one, 6 at its end; the gates freeze at 6."""
+    options = (f"--variant={variant}", "--max_steps=7", "--max_train_samples=12", "--freeze_epoch=2")
+    options += (
+        "--save_strategy=steps",
+        "--save_steps=2",
+        "--save_total_limit=9",
+        "--eval_strategy=steps",
+        "--eval_steps=2",
+    )
     _, whole = run(recipe, *options, out="whole")
-    _, again = run(recipe, *options, out="again")
-    _, resumed = run(recipe, *options, f"--resume_from_checkpoint={whole / 'checkpoint-2'}", out="resumed")
-    _, other = run(recipe, *options, "--seed=1", out="other")
-    assert (whole / "checkpoint-2").exists() and not (resumed / "checkpoint-2").exists()  # it did not start afresh
-    weights = {path.name: (path / "model.safetensors").read_bytes() for path in (whole, again, resumed, other)}
-    assert weights["again"] == weights["whole"]
-    assert weights["resumed"] == weights["whole"]
-    assert weights["other"] != weights["whole"]
+    _, resumed = run(recipe, *options, f"--resume_from_checkpoint={whole}/checkpoint-{checkpoint}", out="resumed")
+    assert (whole / "checkpoint-6").exists() and not (resumed / f"checkpoint-{checkpoint}").exists()
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    decisions = [json.loads((path / "results.json").read_text())["freeze_decision"] for path in (whole, resumed)]
+    assert decisions[0] == decisions[1]
+    assert (decisions[0] is None) == (variant == "ln")
+
+
+@pytest.mark.parametrize("variant", ["autonorm_s", "dyt"])
+def test_at_strength_zero_a_patched_model_trains_like_the_original(run, variant):
+    """Calibration included: neither it nor the patch draws a random number, or the dropout would differ."""
+    original, _ = run("word_sentiment", "--variant=ln", out="original")
+    patched, _ = run("word_sentiment", f"--variant={variant}", "--strength=0", "--calibrate=2", out="patched")
+    assert patched["parameters"]["added"] > 0
+    assert patched["train_loss"] == original["train_loss"]
+    for split in ("validation", "test"):
+        assert patched["metrics"][split]["loss"] == original["metrics"][split]["loss"]
+
+
+def test_seed_decides(run):
+    weights = []
+    for index, seed in enumerate((1, 1, 2)):
+        _, folder = run("word_sentiment", "--variant=ln", f"--seed={seed}", out=f"run{index}")
+        weights.append((folder / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_real_treebank(ewt, run):

@@ -11,7 +11,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
 
 from datasets import Dataset, DatasetDict
-from tasks import take
+
+from training.tasks import take
 
 
 def test_two_ranks_train_and_score_every_word_once(root, tiny_bert, tagged_words, tmp_path):

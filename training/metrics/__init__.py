@@ -6,5 +6,5 @@ import evaluate
 
 
 def load_metric(name: str) -> evaluate.EvaluationModule:
-    """The module in the folder `name`. In memory: each rank of a distributed run gathers everything and computes alone."""
+    """The module in the folder `name`. In memory, since each rank of a distributed run has all and computes alone."""
     return evaluate.load(str(Path(__file__).parent / name), keep_in_memory=True)

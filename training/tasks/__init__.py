@@ -21,7 +21,7 @@ class Task:
 
 
 def load_task(args) -> Task:
-    return importlib.import_module(f"tasks.{args.task}").load(args)
+    return importlib.import_module(f"training.tasks.{args.task}").load(args)
 
 
 def take(splits, max_train: int | None, max_eval: int | None):

@@ -8,10 +8,9 @@ import torch
 from datasets import DatasetDict, Sequence, Value, load_dataset
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
-from metrics import load_metric
-from models import resolve_model
-
-from . import Task, take
+from training.metrics import load_metric
+from training.models import resolve_model
+from training.tasks import Task, take
 
 IGNORED = -100  # the index that PyTorch's cross entropy leaves out
 NO_TAG = "_"  # on the surface form of a contraction ("don't") whose parts follow as words of their own

@@ -16,10 +16,9 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from metrics import load_metric
-from models import package_folder, resolve_model
-
-from . import Task, take
+from training.metrics import load_metric
+from training.models import package_folder, resolve_model
+from training.tasks import Task, take
 
 LABELS = ("negative", "positive")
 COLUMNS = ("word", "rating", "spread", "ratings")
