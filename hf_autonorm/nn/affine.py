@@ -22,7 +22,7 @@ _SAFE = (1e-30, 1e30)
 
 
 class _SquaredNorm(torch.autograd.Function):
-    """Σx² along an axis counted from the end, keeping nothing but x for the backward pass (the wrapped layer does, too)."""
+    """Σx² along an axis counted from the end; keeps only x for the backward pass, as the wrapped layer does."""
 
     @staticmethod
     def forward(x: Tensor, axis: int) -> Tensor:
@@ -88,9 +88,9 @@ class Correction(Wrapper):
 
     The divisor is d = (1 − λ) + λ·n/g with the strength λ and the gain g, a buffer of shape (1,): 1 is the paper;
     calibration sets it so that a pretrained layer keeps its scale. With a bias, n is sqrt(‖x‖² + 1) in the affine-like
-    form: 1 is the squared length of the constant input that the bias multiplies. Without one, and in the norm-like form,
-    n = ‖x‖. Where d vanishes (x = 0 at λ = 1 in the latter) the layer is the original, so are its gradients. NaN gives
-    NaN, an infinite input NaN.
+    form: 1 is the squared length of the constant input that the bias multiplies. Without one, and in the norm-like
+    form, n = ‖x‖. Where d vanishes (x = 0 at λ = 1 in the latter) the layer is the original, so are its gradients. NaN
+    gives NaN, an infinite input NaN.
 
     No parameter is added. Length and divisor are computed in fp32 or wider, safe from overflow.
     """
@@ -102,7 +102,7 @@ class Correction(Wrapper):
         self._add_scalar("gain", 1.0)
 
     def forward(self, x: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """x: what the original takes (also under its own keyword). Returns what it would: same shape, dtype, layout."""
+        """x: what the original takes (also under its own keyword). Returns the shape, dtype and layout it would."""
         x, original = self._call_original(x, kwargs)
         self._sync_scalars()
         if self._is_zero:
@@ -151,7 +151,7 @@ def divide(y: Tensor, d: Tensor, *, in_place: bool = False) -> Tensor:
 
 
 def is_plain(module: nn.Module, classes: tuple[type, ...]) -> bool:
-    """Whether calling `module` runs the forward of one of `classes`, and nobody else sees or changes what it computes."""
+    """Whether calling `module` runs the forward of one of `classes`, and no hook sees what it computes."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module).forward in [c.forward for c in classes] and not any(hooks) and "forward" not in module.__dict__
 

@@ -76,8 +76,8 @@ class PatchNorm(Correction):
         if is_plain(conv, _CLASSES):
             quotient = divide(conv._conv_forward(x, conv.weight, None), d, in_place=True)
             return quotient + self._along_channels(conv.bias, quotient)
-        # Someone must see the original being called, or it computes more than its weight says: take the bias out of its
-        # output. Of the two forms one is exact at d = 1 and good for large d, the other does not blow up b's rounding.
+        # Someone must see the original being called, or it computes more than its weight says: take the bias out of
+        # its output. Of the two forms one is exact at d = 1, the other does not blow up b's rounding at small d.
         y = original(x)
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         d = d.to(wide.dtype)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NotPatchedError
+from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, valid_tokens
 from ..nn.branches import Branch
 from ..nn.wrapper import Wrapper
+from .fit_gain import fit_gain, valid_rows
 from .lockstep import Lockstep
 from .record import wrappers
 
@@ -31,6 +33,7 @@ class FitRow:
     branch: str
     r2: float  # 1 − Σ(y − ŷ)²/Σ(y − ȳ)², summed over channels, y the original model's output at this layer
     alpha: float | None  # of pointwise branches
+    gain: float | None = None  # of affine-like and norm-like layers (`branch` is their form)
 
 
 @dataclass
@@ -48,10 +51,11 @@ class CalibrationReport:
         from rich.table import Table
 
         table = Table(title=f"cosine with the original's output: {self.cosine_before:.4f} → {self.cosine_after:.4f}")
-        for column in ("module", "branch", "R²", "α"):
+        for column in ("module", "branch", "R²", "α", "gain"):
             table.add_column(column, justify="left" if column in ("module", "branch") else "right")
         for row in self.rows:
-            table.add_row(row.name, row.branch, f"{row.r2:.4f}", "" if row.alpha is None else f"{row.alpha:.4g}")
+            numbers = ("" if number is None else f"{number:.4g}" for number in (row.alpha, row.gain))
+            table.add_row(row.name, row.branch, f"{row.r2:.4f}", *numbers)
         return table
 
     def __str__(self) -> str:
@@ -100,7 +104,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
                 wrapper.set_scalar("strength", strength)
     report.cosine_after = _cosine(originals, fitted, masks)
     fitted_names = {row.name for row in report.rows}
-    report.never_called = [name for name, w in found if isinstance(w, AutoNorm) and name not in fitted_names]
+    report.never_called = [name for name, w in found if name not in fitted_names]
     order = {name: i for i, (name, _) in enumerate(found)}
     report.rows.sort(key=lambda row: order[row.name])
     return report
@@ -123,7 +127,8 @@ def _keep_outputs(model: nn.Module, found: list[tuple[str, Wrapper]], batches: l
 
     def keep(wrapper: Wrapper, args: tuple, kwargs: dict, output: Tensor) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        kept[-1].setdefault(wrapper, []).append(_Call(x.detach(), output.detach()))
+        # Copies: the model may go on in place (a convolution and a ReLU).
+        kept[-1].setdefault(wrapper, []).append(_Call(x.detach().clone(), output.detach().clone()))
 
     handles = [w.register_forward_hook(keep, with_kwargs=True) for _, w in found]
     outputs = []
@@ -155,18 +160,26 @@ def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationRepo
             holder.mask = mask  # other passes have run in between
 
     def deal(wrapper: Wrapper, payloads: list[tuple[int, Tensor]]) -> None:
-        xs, ys = [], []
+        pairs = []  # (input, wanted output, mask)
         for index, x in payloads:
             calls = kept[index].get(wrapper)
             if not calls:  # the patched model takes another way than the original (experts): nothing to compare with
                 continue
             inputs = [x, *(call.x for call in calls[1:])]  # later calls of a shared layer: the original's inputs
-            for value, call in zip(inputs, calls):
-                if value.shape == call.y.shape:
-                    xs.append(_valid_rows(value, wrapper.channel_axis, masks[index]))
-                    ys.append(_valid_rows(call.y, wrapper.channel_axis, masks[index]))
-        if xs and isinstance(wrapper, AutoNorm):
-            report.rows += fit_autonorm(wrapper, names[wrapper], torch.cat(xs), torch.cat(ys))
+            pairs += [(value, call.y, masks[index]) for value, call in zip(inputs, calls)]
+        if isinstance(wrapper, Correction):
+            fit = fit_gain(wrapper, pairs)
+            if fit is not None:
+                r2, gain = fit
+                report.rows.append(FitRow(names[wrapper], wrapper.form, r2, None, gain))
+        elif isinstance(wrapper, AutoNorm):
+            pairs = [(x, y, mask) for x, y, mask in pairs if x.shape == y.shape]
+            if pairs:
+                xs, ys = (
+                    torch.cat([valid_rows(pair[side], wrapper.channel_axis, pair[2]) for pair in pairs])
+                    for side in (0, 1)
+                )
+                report.rows += fit_autonorm(wrapper, names[wrapper], xs, ys)
 
     handles = [w.register_forward_pre_hook(meet, with_kwargs=True) for _, w in found]
     try:
@@ -200,16 +213,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _valid_rows(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
-    """(tokens, channels) in float64, without padding."""
-    x = x.movedim(axis, -1)
-    if mask is not None and x.dim() >= 3 and x.shape[:2] == mask.shape:
-        x = x[mask.to(x.device)]
-    elif mask is not None and x.dim() == 2 and x.shape[0] == mask.numel():
-        x = x[mask.to(x.device).flatten()]
-    return x.reshape(-1, x.shape[-1]).double()
-
-
 def main_output(output: Any) -> Tensor | None:
     """The first floating tensor of a model's output that has positions or classes (skips a scalar loss)."""
     if isinstance(output, Tensor):
@@ -225,7 +228,7 @@ def _cosine(references: list[Any], outputs: list[Any], masks: list[Tensor | None
         a, b = main_output(reference), main_output(output)
         if a is None or b is None or a.shape != b.shape:
             continue
-        a, b = _valid_rows(a, -1, mask), _valid_rows(b, -1, mask)
+        a, b = valid_rows(a, -1, mask), valid_rows(b, -1, mask)
         similarity = nn.functional.cosine_similarity(a, b, dim=-1)
         total, count = total + similarity.sum().item(), count + len(similarity)
     return total / count if count else float("nan")

@@ -1,4 +1,4 @@
-"""One walk over a model: what its modules are called, who holds them, and why one cannot be swapped where it stands."""
+"""One walk over a model: the names of its modules, who holds them, and why one cannot be swapped where it stands."""
 
 from __future__ import annotations
 
