@@ -147,9 +147,9 @@ class GateFreezeCallback(_Resumable):
         self._layers = layers
         if self._loaded_sums is not None:
             self._running = torch.tensor(self._loaded_sums, dtype=torch.float64, device=layers[0][1].statistics.device)
-        if resumed and self.freeze_epoch is not None:
-            # A checkpoint of the epoch's last step was written before that epoch's end was reached.
-            self._end_epoch(state, math.floor(state.epoch + 1e-6))
+        if resumed and self.freeze_epoch is not None and abs(state.epoch - round(state.epoch)) < 1e-6:
+            # A checkpoint of an epoch's last step was written before that epoch's end was reached.
+            self._end_epoch(state, round(state.epoch))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .traits import NormTraits, measure
+from .wrapper import Fp32Buffers
 
 BRANCHES: dict[str, type[Branch]] = {}
 
@@ -37,7 +38,7 @@ def register_branch(name: str) -> Callable[[type], type]:
     return register
 
 
-class Branch(nn.Module):
+class Branch(Fp32Buffers):
     """One alternative to the wrapped norm. Input and output have the norm's shape; the work is done in fp32 or wider.
 
     Args:
@@ -98,24 +99,44 @@ class Branch(nn.Module):
 
 
 class PointwiseBranch(Branch):
-    """y = weight ⊙ curve(α x) + bias, with α of shape (1,). Subclasses give `curve`."""
+    """y = weight ⊙ curve(α x) + bias. Subclasses give `curve`.
+
+    α is `alpha`, a parameter of shape (1,), times `alpha_scale`, a buffer that is 1 until calibration: a norm whose
+    inputs are large needs an α of 0.001, which an optimizer's first steps of the size of the learning rate would
+    throw about. Calibration puts the size into the scale and leaves the parameter at its usual one.
+    """
 
     pointwise = True
 
     def __init__(self, norm: nn.Module, traits: NormTraits | None = None, **kwargs) -> None:
         super().__init__(norm, traits, **kwargs)
         self.alpha = nn.Parameter(torch.empty(1, **self._factory))
+        self.register_buffer("alpha_scale", torch.ones(1, dtype=torch.float32, device=self._factory["device"]))
+
+    def _fp32_buffers(self) -> tuple[str, ...]:
+        return ("alpha_scale",)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
         self.alpha.fill_(self.initial_alpha)
+        self.alpha_scale.fill_(1.0)
+
+    def slope(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """α, shape (1,)."""
+        return self.alpha.to(dtype) * self.alpha_scale.to(dtype)
+
+    @torch.no_grad()
+    def set_slope(self, alpha: float) -> None:
+        """Makes α this value, by the scale alone."""
+        self.alpha.fill_(self.initial_alpha)
+        self.alpha_scale.copy_(alpha / self.alpha.double())
 
     def curve(self, z: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.affine(self.curve(x * self.alpha.to(x.dtype)))
+        return self.affine(self.curve(x * self.slope(x.dtype)))
 
 
 @register_branch("dyt")
@@ -230,6 +251,8 @@ def masked_mean(rows: Tensor, mask: Tensor | None) -> Tensor:
     axes = tuple(range(1, rows.dim() - 1))
     if not axes:
         return rows
+    if rows.numel() == 0:  # the mean of nothing is NaN, and its gradient too
+        return rows.sum(axes, keepdim=True)
     if mask is None or rows.dim() < 3 or mask.shape != rows.shape[:2]:
         return rows.mean(axes, keepdim=True)
     valid = mask.view(*mask.shape, *[1] * (rows.dim() - 2))

@@ -31,7 +31,24 @@ def with_zero_gradients(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     return _ZeroGradients.apply(y, *wanted) if wanted and torch.is_grad_enabled() else y
 
 
-class Wrapper(nn.Module):
+class Fp32Buffers(nn.Module):
+    """Keeps some buffers in fp32 where the rest of the module is cast: a strength of 0.3 is none in bfloat16."""
+
+    def _fp32_buffers(self) -> tuple[str, ...]:
+        """Their names."""
+        return ()
+
+    def _apply(self, fn, recurse: bool = True):
+        kept = {name: self._buffers[name] for name in self._fp32_buffers()}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if after.dtype != torch.float32:
+                self._buffers[name] = before.to(device=after.device)
+        return self
+
+
+class Wrapper(Fp32Buffers):
     """Base of all layers here: `original` inside, `strength` λ from 0 (the original, bit for bit) to 1 (the formula).
 
     Scalars (`strength` and what a subclass adds by `_add_scalar`) are persistent fp32 buffers of shape `(1,)`; they
@@ -108,12 +125,7 @@ class Wrapper(nn.Module):
         self._sync_scalars()
 
     def _apply(self, fn, recurse: bool = True):
-        kept = {name: self._buffers[name] for name in self._fp32_buffers()}
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            after = self._buffers[name]
-            if after.dtype != torch.float32:
-                self._buffers[name] = before.to(device=after.device)
         self._sync_scalars()
         return self
 

@@ -252,7 +252,7 @@ def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRo
             output = branch(view)[0]
             r2 = _r2((output.T if branch.channel_axis == 1 else output) - y, y)
         layer.r2[index] = r2
-        rows.append(FitRow(name, branch_name, r2, float(branch.alpha) if branch.pointwise else None))
+        rows.append(FitRow(name, branch_name, r2, float(branch.slope()) if branch.pointwise else None))
     if layer.bias_gate.learns and layer.gate.granularity != "layer" and not layer.bias_gate.weight_out.any():
         # The selector says nothing yet: scale its first layer so that hidden units see inputs of size one.
         size = x.square().mean(-1).sqrt().mean()
@@ -283,12 +283,12 @@ def _fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
         grid = torch.linspace(low, high, 13).tolist()
         best = min(range(13), key=[loss(g) for g in grid].__getitem__)
         low, high = grid[max(best - 1, 0)], grid[min(best + 1, 12)]
-    branch.alpha.fill_(math.exp(grid[best]))
-    weight, bias, _ = solve(branch.alpha.double().item(), x, y)  # with α as rounded to the parameter's dtype
+    branch.set_slope(math.exp(grid[best]))
+    weight, bias, _ = solve(branch.slope().item(), x, y)  # with α as rounded
     branch.weight.copy_(weight)
     if centered:
         branch.bias.copy_(bias)
-    fitted = branch.curve(x * branch.alpha.double()) * branch.weight.double()
+    fitted = branch.curve(x * branch.slope()) * branch.weight.double()
     return _r2(y - (fitted + branch.bias.double() if centered else fitted), y)
 
 
