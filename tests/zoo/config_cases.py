@@ -62,7 +62,7 @@ SET: dict[str, dict[str, object]] = {
     "apertus1p5_vision_tokenizer": _VQ,
     "aria": {"projector_patch_to_query_dict": {64: 16, 16: 4}},
     "autoformer": _TIME_SERIES,
-    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64, 96, 128]},
+    "bit": {"embedding_size": 32, "hidden_sizes": [128, 128, 128, 128]},
     "blip-2": {"image_token_index": 300},
     "chameleon": {
         "vocabulary_map": {"<image>": 300}

@@ -79,14 +79,10 @@ def canonical_head(name: str, head: str) -> str:
 
 def model_class(name: str, head: str) -> type[PreTrainedModel]:
     """The class of one head of `heads_of(name)`."""
-    config_class = CONFIG_MAPPING[name]
     if head == COMPONENT:
-        return _component_class(config_class)
-    wanted = _mappings()[head][name]
-    module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
-    if hasattr(module, wanted):
-        return getattr(module, wanted)
-    return modeling_auto.MODEL_MAPPING._load_attr_from_module(name, wanted)
+        return _component_class(CONFIG_MAPPING[name])
+    # the class may live in the module of another model type: the Auto classes know where
+    return modeling_auto.MODEL_MAPPING._load_attr_from_module(name, _mappings()[head][name])
 
 
 def config_for(cls: type, config: PreTrainedConfig) -> PreTrainedConfig:

@@ -259,7 +259,7 @@ CASES: dict[str, Callable[[PreTrainedConfig, Draw], Inputs]] = {
     "PerceiverForSequenceClassification": lambda c, d: {"inputs": d.ids(2, 16)},
     "PerceiverForImageClassificationLearned": lambda c, d: {"inputs": d.normal(2, 3, c.image_size, c.image_size)},
     "SpeechT5ForTextToSpeech": lambda c, d: {
-        "input_ids": d.ids(2, 16),
+        "input_ids": d.integers(5, 60, 2, 16),
         "decoder_input_values": d.normal(2, 8, c.num_mel_bins),
         "speaker_embeddings": d.normal(2, c.speaker_embedding_dim),
     },

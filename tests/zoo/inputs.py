@@ -1,7 +1,7 @@
 """Dummy inputs, named by a label that `recipes.json` remembers.
 
-A label is `case` (written by hand in `input_cases.py`), `image:VARIANT*N` or `audio:VARIANT*N` (text with N placeholders),
-or `S16:input_ids=ids,pixel_values=bchw` (text of 16 tokens, one option per argument).
+A label is `case` (written by hand in `input_cases.py`), `image:VARIANT*N` or `audio:VARIANT*N` (text with N
+placeholders), or `S16:input_ids=ids,pixel_values=bchw` (text of 16 tokens, one option per argument).
 """
 
 import inspect

@@ -4,7 +4,6 @@ A `Strategy` says how hard to shrink. Most model types take "uniform", which set
 the few whose fields depend on each other in ways that no name tells are divided by a ratio or only made shallow.
 """
 
-import re
 from dataclasses import dataclass
 
 from .fields import EXPERT_WIDTH, EXPERTS, EXPERTS_PER_TOKEN, HEAD_WIDTH, HEADS, INNER_WIDTH, KV_HEADS, LAYERS, WIDTH
@@ -43,7 +42,7 @@ STRATEGIES = {
     )
 }
 
-_POSITIONS = [
+_POSITIONS = (
     "max_position_embeddings",
     "n_positions",
     "max_sequence_length",
@@ -51,14 +50,14 @@ _POSITIONS = [
     "n_ctx",
     "max_target_positions",
     "max_seq_length",
-]
-_WINDOWS = [
+)
+_WINDOWS = (
     "sliding_window",
     "sliding_window_size",
     "attention_chunk_size",
     "local_attention",
     "attention_window_size",
-]
+)
 _IMAGE_SIZES = ("image_size", "pretrain_image_size", "input_image_size", "img_size")
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_moe_layer")
 _QUERIES = ("num_queries", "num_proposals", "num_query_tokens", "num_object_queries", "mm_tokens_per_image")
@@ -77,6 +76,17 @@ CAPS = {
     **dict.fromkeys(_QUERIES, 16),
 }
 ROUTING_GROUPS = {"n_group", "topk_group", "num_expert_group", "moe_num_groups"}
+
+# one width per stage of a pyramid
+_STAGE_WIDTHS = (
+    "hidden_sizes",
+    "embed_dims",
+    "dims",
+    "neck_hidden_sizes",
+    "embed_dim",
+    "decoder_channels",
+    "stage_dims",
+)
 
 # what the uniform strategy sets, whatever the value was
 UNIFORM = {
@@ -229,38 +239,3 @@ def shrink_rope(rope: dict, head_dim: int, partial: float | None = None) -> dict
     if isinstance(out.get("original_max_position_embeddings"), int):
         out["original_max_position_embeddings"] = min(out["original_max_position_embeddings"], 256)
     return out
-
-
-def layers_to_keep(fields: dict, depth: int) -> tuple[list[int], dict]:
-    """The layers that show each distinct kind of layer once (2 to 6), and every per-layer list cut to them."""
-    per_layer = {k: v for k, v in fields.items() if _is_per_layer(k, v, depth)}
-    if not per_layer:
-        return [], {}
-    kinds: dict[tuple, int] = {}
-    for i in range(depth):
-        # a list of many different numbers grades the layers instead of telling kinds apart
-        telling = (v[i] for _, v in sorted(per_layer.items()) if isinstance(v[i], (str, bool)) or len(set(v)) <= 3)
-        kinds.setdefault(tuple(telling), i)
-    keep = sorted(kinds.values())[:6]
-    keep = sorted(keep + [i for i in range(depth) if i not in keep][: max(0, 2 - len(keep))])
-    return keep, {k: type(v)(v[i] for i in keep) for k, v in per_layer.items()}
-
-
-_STAGE_WIDTHS = [
-    "hidden_sizes",
-    "embed_dims",
-    "dims",
-    "neck_hidden_sizes",
-    "embed_dim",
-    "decoder_channels",
-    "stage_dims",
-]
-_PER_STAGE = {"out_indices", "out_features", "stage_names", "depths", "embed_dims", "num_heads", "image_size"}
-
-
-def _is_per_layer(name: str, value: object, depth: int) -> bool:
-    if not isinstance(value, (list, tuple)) or len(value) != depth or depth < 2:
-        return False
-    if name in _PER_STAGE or name.startswith("_") or name.endswith("_sizes") or re.search("stride", name):
-        return False
-    return all(isinstance(e, (str, int, float, bool, type(None))) for e in value)

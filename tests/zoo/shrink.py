@@ -11,11 +11,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from . import config_cases as cases
 from .fields import EXPERTS, EXPERTS_PER_TOKEN
+from .layers import layers_to_keep
 from .rules import (
     HEAD_DIM,
     Strategy,
     TokenIds,
-    layers_to_keep,
     shrink_int,
     shrink_list,
     shrink_rope,

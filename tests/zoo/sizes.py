@@ -1,4 +1,4 @@
-"""What a config says about the shapes and ids that its model accepts, under the many names that configs have for it."""
+"""What a config says about the shapes and ids that its model accepts, under the many names it goes by."""
 
 from collections.abc import Iterable
 
