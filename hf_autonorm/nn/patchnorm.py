@@ -81,18 +81,18 @@ class PatchNorm(Correction):
         y = original(x)
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         d = d.to(wide.dtype)
-        bias = original(torch.zeros_like(x[:1] if x.dim() == len(innermost(conv).kernel_size) + 2 else x)).to(
-            wide.dtype
-        )
-        small = d < 1
-        result = torch.where(small, (wide - bias) / d + bias, wide / d + bias * (1 - 1 / d)).to(y.dtype)
+        bias = original(self._zero_input(x)).to(wide.dtype)
+        small, at_least_one = d < 1, d.clamp(min=1)  # no infinite derivative in the form that is not taken
+        large = wide / at_least_one + bias * (1 - 1 / at_least_one)
+        result = torch.where(small, (wide - bias) / d + bias, large).to(y.dtype)
         return result if result.stride() == y.stride() else torch.empty_like(y).copy_(result)
 
     def _along_channels(self, bias: Tensor, y: Tensor) -> Tensor:
         return bias.to(y.dtype).view(-1, *[1] * (-self.channel_axis - 1))
 
     def _zero_input(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+        batched = x.dim() == 1 - self.channel_axis
+        return torch.zeros_like(x[:1] if batched else x)
 
     def extra_repr(self) -> str:
         return f"form={self.form}, {super().extra_repr()}"
