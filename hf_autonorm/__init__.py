@@ -10,6 +10,7 @@ from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
 from .diagnostics.gates import gates
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
+from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
 from .patching.calibrate import calibrate
 from .patching.fold import fold
@@ -22,10 +23,12 @@ __all__ = [
     "StrengthRampCallback",
     "calibrate",
     "fold",
+    "from_pretrained",
     "gates",
     "patch",
     "plan",
     "register_branch",
+    "save_pretrained",
     "set_strength",
     "unpatch",
 ]

@@ -110,9 +110,9 @@ def _own_name(model: nn.Module, name: str) -> str | None:
     for candidate in (name, stripped, f"{prefix}.{name}" if prefix else name):
         if candidate in modules:
             return candidate
-    saved_as = (getattr(model.config, "architectures", None) or [None])[0]
-    other_head = saved_as != type(model).__name__ and name == stripped and name.split(".")[0] not in modules
-    if other_head:
+    saved_as = (getattr(getattr(model, "config", None), "architectures", None) or [None])[0]
+    of_other_class = saved_as is not None and saved_as != type(model).__name__
+    if of_other_class and name == stripped and name.split(".")[0] not in modules:
         return None
     raise CheckpointError(
         f"the checkpoint's patch names the module {name!r}, which this {type(model).__name__} lacks; "
@@ -135,8 +135,8 @@ def require_loaded(model: nn.Module) -> None:
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the patch are not in the checkpoint: {', '.join(missing[:4])}"
-            f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another version: "
-            "load it unpatched (delete quantization_config from its config.json) and call patch(model)"
+            f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another "
+            "version: load it unpatched (delete quantization_config from its config.json) and call patch(model)"
         )
 
 

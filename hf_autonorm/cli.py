@@ -1,0 +1,233 @@
+"""`hf-autonorm`: a thin face over the verbs of the package. Paths or Hub ids in, folders out.
+
+torch and transformers are imported inside the commands only, so that a new command costs `--help` nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from . import cli_parts as parts
+from .cli_parts import (
+    Branches,
+    Conv,
+    Exclude,
+    Gate,
+    Granularity,
+    Heads,
+    Include,
+    Json,
+    Linear,
+    Model,
+    Norm,
+    NormWeight,
+    Out,
+    Strength,
+    Texts,
+)  # fmt: skip
+
+app = typer.Typer(
+    name="hf-autonorm",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # `main` prints errors in one line
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Patch pretrained transformers and timm models with AutoNorm, Dynamic Tanh and affine-like layers.",
+    epilog="Begin with:  hf-autonorm demo   or   hf-autonorm plan sentence-transformers/all-MiniLM-L6-v2",
+)
+out = parts.out
+err = Console(stderr=True)
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """`main` reads --debug wherever it stands; it is declared for the help."""
+
+
+@app.command(epilog="Example:  hf-autonorm plan bert-base-uncased --norm dyt --include '.*layer.(10|11).*'")
+def plan(
+    model: Model,
+    norm: Norm = "autonorm",
+    linear: Linear = "none",
+    conv: Conv = "none",
+    branches: Branches = "dyt",
+    include: Include = None,
+    exclude: Exclude = None,
+    gate: Gate = "gumbel",
+    granularity: Granularity = "token",
+    norm_weight: NormWeight = 0.9,
+    heads: Heads = False,
+    as_json: Json = False,
+) -> None:
+    """Show what [b]patch[/b] would do, module by module, and why it leaves one alone."""
+    from . import plan as make_plan
+
+    config = parts.config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, 1.0)
+    parts.show(make_plan(parts.load(model), config=config), as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm patch bert-base-uncased my-bert --norm dyt --texts sentences.txt")
+def patch(
+    model: Model,
+    output: Out,
+    norm: Norm = "autonorm",
+    linear: Linear = "none",
+    conv: Conv = "none",
+    branches: Branches = "dyt",
+    include: Include = None,
+    exclude: Exclude = None,
+    gate: Gate = "gumbel",
+    granularity: Granularity = "token",
+    norm_weight: NormWeight = 0.9,
+    heads: Heads = False,
+    strength: Strength = 1.0,
+    texts: Texts = None,
+    as_json: Json = False,
+) -> None:
+    """Patch a model and save it; with [b]--texts[/b] it is calibrated first, and so stays close to the original."""
+    from . import calibrate as fit
+    from . import patch as apply
+
+    config = parts.config(
+        norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength
+    )
+    loaded = apply(parts.load(model), config=config)
+    report = fit(loaded, parts.batches(model, texts)) if texts else None
+    parts.save(loaded, output, model)
+    if report is None:
+        parts.done(output, {"output": str(output)}, as_json)
+    else:
+        parts.report(report, output, as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm calibrate my-bert my-bert-calibrated --texts sentences.txt")
+def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = False) -> None:
+    """Fit a patched model's layers to their originals on a few hundred texts, without training, and save it."""
+    from . import calibrate as fit
+
+    if texts is None:
+        raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
+    loaded = parts.load(model)
+    report = fit(loaded, parts.batches(model, texts))
+    parts.save(loaded, output, model)
+    parts.report(report, output, as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm gates my-bert --texts sentences.txt --plot gates.png")
+def gates(
+    model: Model,
+    texts: Texts = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them into this file (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show each gate's mean weights and entropy: as saved, or measured over [b]--texts[/b]."""
+    from . import gates as look
+
+    rows = look(parts.load(model), parts.batches(model, texts) if texts else None)
+    if plot is not None:
+        rows.plot(str(plot))
+    parts.show(rows, as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm unpatch my-bert my-stock-bert")
+def unpatch(model: Model, output: Out, as_json: Json = False) -> None:
+    """Take the patch out again; the result is a stock model with its (trained) own norms."""
+    from . import unpatch as undo
+
+    parts.save(undo(parts.load(model)), output, model)
+    parts.done(output, {"output": str(output)}, as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm card my-bert --metric accuracy=0.91 --baseline accuracy=0.90")
+def card(
+    folder: Annotated[Path, typer.Argument(help="The folder of a saved model.", show_default=False)],
+    metric: Annotated[list[str] | None, typer.Option(help="name=value of this model; may be repeated.")] = None,
+    baseline: Annotated[list[str] | None, typer.Option(help="name=value of the unpatched model.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the model it was made from.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hub id (or name) of the data.")] = None,
+    license: Annotated[str | None, typer.Option(help="For the card's metadata, e.g. apache-2.0.")] = None,
+    command: Annotated[str | None, typer.Option(help="The command that trained the model.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the model card of a saved model, or bring its part of README.md up to date; your own words stay."""
+    from .hub.cards import write_card
+    from .hub.reading import local_folder
+
+    folder = local_folder(folder)
+    written = write_card(
+        parts.load(str(folder)),
+        folder,
+        name=folder.resolve().name,
+        previous=folder,
+        metrics=parts.numbers(metric),
+        baseline=parts.numbers(baseline),
+        base_model=base_model,
+        dataset=dataset,
+        license=license,
+        command=command,
+    )
+    parts.done(
+        folder / "README.md", {"output": str(folder / "README.md"), "metadata": written.data.to_dict()}, as_json
+    )
+
+
+@app.command(epilog="Example:  hf-autonorm demo --output runs/demo")
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the model, its card and the plot.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="A few words and steps: to see that it runs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The whole way on a real model: plan, patch, calibrate, train, save, reload. Takes some 3 minutes."""
+    from .demo import run
+
+    results = run(output, quick=quick, console=Console(quiet=True) if as_json else out)
+    if as_json:
+        print(json.dumps(results, indent=2))
+
+
+@app.command(epilog="Example:  hf-autonorm env --json")
+def env(as_json: Json = False) -> None:
+    """Versions and devices, for a bug report."""
+    import platform
+
+    import torch
+
+    from .hub.facts import versions
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts = {**versions(), "platform": platform.platform(), "device": device, "threads": torch.get_num_threads()}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for name, value in facts.items():
+            out.print(f"{name:16s} {value}", highlight=False, soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script. Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    try:
+        app([word for word in arguments if word != "--debug"], prog_name="hf-autonorm")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        words = " ".join(str(error).split()) or type(error).__name__
+        err.print(
+            f"error: {words[:400]}{'…' if len(words) > 400 else ''}", markup=False, highlight=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

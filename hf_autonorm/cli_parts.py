@@ -1,0 +1,120 @@
+"""The options that commands share, and what they do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+out = Console()
+
+Model = Annotated[str, typer.Argument(help="A folder or a Hub id.", metavar="MODEL", show_default=False)]
+Out = Annotated[Path, typer.Argument(help="The folder to write; other files in it stay.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and nothing else.")]
+Texts = Annotated[
+    Path | None, typer.Option(help="A text file, one example a line, to calibrate or measure on.", show_default=False)
+]
+Norm = Annotated[str, typer.Option(help="autonorm; the name of a branch (dyt, rms_norm, …), which replaces it; none.")]
+Linear = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
+Conv = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
+Branches = Annotated[str, typer.Option(help="AutoNorm's branches beside the original norm, by commas.")]
+Include = Annotated[
+    str | None, typer.Option(help="Only modules whose whole dotted name matches this regular expression.")
+]
+Exclude = Annotated[str | None, typer.Option(help="Not the modules that match this one.")]
+Strength = Annotated[float, typer.Option(help="0: the original model, bit for bit; 1: the full formula.")]
+Gate = Annotated[str, typer.Option(help="gumbel, softmax, hard or random.")]
+Granularity = Annotated[str, typer.Option(help="token, sequence or layer.")]
+NormWeight = Annotated[float, typer.Option(help="The gate's first weight on the original norm.")]
+Heads = Annotated[bool, typer.Option("--heads", help="Task heads (classifiers) too.")]
+
+
+def config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength) -> Any:
+    from . import GateConfig, PatchConfig
+
+    none = {"none": None, "None": None, "": None}
+    return PatchConfig(
+        norm=none.get(norm, norm),
+        linear=none.get(linear, linear),
+        conv=none.get(conv, conv),
+        branches=[name.strip() for name in branches.split(",")],
+        include=include,
+        exclude=exclude,
+        heads=heads,
+        strength=strength,
+        gate=GateConfig(kind=gate, granularity=granularity, init_norm_weight=norm_weight),
+    )
+
+
+def load(path: str) -> Any:
+    from transformers.utils import logging
+
+    from . import from_pretrained
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return from_pretrained(path)
+
+
+def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
+    """Tokenized batches of a text file's lines, at most 512 of them."""
+    from transformers import AutoTokenizer
+
+    from .errors import ConfigError
+    from .hub.reading import local_folder
+
+    lines = [line.strip() for line in texts.read_text(encoding="utf-8").splitlines() if line.strip()][:512]
+    if not lines:
+        raise ConfigError(f"{texts} holds no text")
+    tokenizer = AutoTokenizer.from_pretrained(local_folder(path))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    parts = [lines[start : start + size] for start in range(0, len(lines), size)]
+    limit = min(tokenizer.model_max_length, 512)
+    return [
+        dict(tokenizer(part, padding=True, truncation=True, max_length=limit, return_tensors="pt")) for part in parts
+    ]
+
+
+def save(model: Any, output: Path, source: str) -> None:
+    from . import save_pretrained
+
+    save_pretrained(model, output, files_from=source)
+
+
+def numbers(pairs: list[str] | None) -> dict[str, float]:
+    numbers = {}
+    for pair in pairs or []:
+        name, _, value = pair.partition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            raise typer.BadParameter(f"{pair!r} is not name=value with a number, e.g. accuracy=0.91") from None
+    return numbers
+
+
+def show(rows: Any, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        out.print(rows.table())
+
+
+def report(report: Any, output: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    if not as_json:
+        out.print(report.table())
+    done(output, {"output": str(output), **asdict(report)}, as_json)
+
+
+def done(path: Path, facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        out.print(f"Written: {path}", soft_wrap=True)

@@ -1,0 +1,190 @@
+"""Saving patched models of every kind: transformers, timm, plain modules. safetensors only, no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..patching.record import QUANT_METHOD, record_dict, update_record
+from .atomic import replacing
+from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
+
+_WEIGHTS = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
+# What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
+_COMPANIONS = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "chat_template*",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "modules.json",
+    "sentence_bert_config.json", "config_sentence_transformers.json", "[0-9]_*/*.json",
+)  # fmt: skip
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    baseline: Mapping[str, float] | None = None,
+    base_model: str | None = None,
+    dataset: str | Mapping[str, str] | None = None,
+    command: str | None = None,
+    callbacks: Iterable[Any] | None = None,
+    tokenizer: Any = None,
+    files_from: str | os.PathLike | None = None,
+    license: str | None = None,
+    card: bool = True,
+    is_main_process: bool = True,
+    **options: Any,
+) -> Path:
+    """Saves `model`, its patch and a model card into `directory`; returns the folder.
+
+        save_pretrained(model, "my-model", metrics={"accuracy": 0.91}, baseline={"accuracy": 0.90})
+
+    Stock `AutoModel….from_pretrained` loads a transformers model back once `hf_autonorm` is imported; ours loads any
+    model. The folder is written under a temporary name and put in place in one step; other files in it (a README.md, a
+    tokenizer, checkpoints) stay. Nothing is sent anywhere.
+
+    Args:
+        model: patched or not; `torch.compile` and DDP wrappers are taken off.
+        directory: made if missing.
+        metrics, baseline: `{name: value}` for the card, of this model and of the one it is compared with.
+        base_model: Hub id of the model it started from; default: what the transformers config says.
+        dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
+        command: the command line that trained it.
+        callbacks: those of the training run; the card tells the decision of a GateFreezeCallback among them.
+        tokenizer: anything with `save_pretrained` that belongs beside the model (tokenizer, image processor).
+        files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
+        license: for the card's metadata; default: that of a README.md in the folder.
+        card: write README.md, or bring its section up to date; its other text and metadata are kept.
+        is_main_process: False on the other ranks of a distributed run: nothing is written.
+        options: for transformers' own `save_pretrained` (`max_shard_size`, `variant`, …).
+
+    Raises `CardError` where the card cannot be written; the weights are saved then.
+    """
+    if options.pop("push_to_hub", False):
+        raise ConfigError(
+            "save_pretrained never touches the network; leave push_to_hub out, upload the folder after it"
+        )
+    if options.pop("safe_serialization", True) is not True:
+        raise ConfigError("safe_serialization=False: only safetensors are written")
+    model = unwrapped(model)
+    if not is_main_process:
+        return Path(directory)
+    transformers_model = is_transformers(model)
+    if not transformers_model and options.keys() - {"max_shard_size"}:
+        raise ConfigError(f"{sorted(options.keys() - {'max_shard_size'})} are options of transformers models only")
+    failure = None
+    with replacing(directory, stale=lambda path: _is_stale(path, Path(directory).resolve())) as (new, target):
+        if transformers_model:
+            _write_transformers(model, new, options)
+        else:
+            _write_plain(model, new, options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        if files_from is not None:
+            _copy_companions(files_from, new)
+        if card:
+            from .cards import CardError, write_card
+
+            try:
+                write_card(
+                    model,
+                    new,
+                    name=target.name,
+                    previous=target,
+                    metrics=metrics,
+                    baseline=baseline,
+                    base_model=base_model,
+                    dataset=dataset,
+                    command=command,
+                    callbacks=callbacks,
+                    license=license,
+                )
+            except CardError as error:  # a wrong word in the card is no reason to lose the weights
+                failure = error
+    if failure is not None:
+        raise type(failure)(f"{failure}. The model itself is saved in {directory}")
+    return Path(directory)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """`model` without `torch.compile` and data-parallel wrappers around it."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def is_transformers(model: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def is_timm(model: nn.Module) -> bool:
+    return type(model).__module__.split(".")[0] == "timm" and hasattr(model, "pretrained_cfg")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write_transformers(model: nn.Module, folder: Path, options: dict[str, Any]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    if not any("_orig_mod" in name for name in names):
+        update_record(model)  # a part may have been patched before it was put into this model
+    elif "state_dict" not in options:
+        options["state_dict"] = _clean(model.state_dict())
+    model.save_pretrained(folder, **options)
+
+
+def _write_plain(model: nn.Module, folder: Path, options: dict[str, Any]) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(_clean(model.state_dict()), folder, metadata={"format": "pt"}, **options)
+    record = record_dict(model) or {"quant_method": QUANT_METHOD, "patches": []}
+    for entry in record["patches"]:
+        entry["modules"] = [name.replace("_orig_mod.", "") for name in entry["modules"]]
+    record["class"] = type(model).__name__
+    if is_timm(model):
+        from timm.models import save_config_for_hf
+
+        save_config_for_hf(model, str(folder / "config.json"))
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _clean(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names as they are without `torch.compile` on parts of the model."""
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+
+def _is_stale(file: Path, folder: Path) -> bool:
+    """Whether an old file belongs to the model that is being replaced (and not to the user)."""
+    if file.parent != folder:
+        return False
+    if file.name == "config.json":
+        return not {"model_type", "architecture"}.isdisjoint(read_json(file))
+    return file.name == RECORD_FILE or _WEIGHTS.fullmatch(file.name) is not None
+
+
+def _copy_companions(source: str | os.PathLike, folder: Path) -> None:
+    source = local_folder(source)
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            place = folder / file.relative_to(source)
+            if file.is_file() and not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, place)
+
+
+__all__ = ["from_pretrained", "save_pretrained"]
