@@ -88,7 +88,7 @@ class GateConfig(_Strict):
         _choice("gate granularity", self.granularity, GRANULARITIES)
         if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not 0 < self.tau < float("inf"):
             raise ConfigError(f"tau={self.tau!r} must be a finite number > 0; for a one-hot gate use kind='hard'")
-        if isinstance(self.hidden, bool) or not isinstance(self.hidden, (int, float)) or self.hidden <= 0:
+        if isinstance(self.hidden, bool) or not isinstance(self.hidden, (int, float)) or not 0 < self.hidden < 1e9:
             raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")
         if self.hidden >= 1 and int(self.hidden) != self.hidden:
             raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")

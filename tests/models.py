@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from hf_autonorm.nn.autonorm import AutoNorm
 
 K = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
-IMAGE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16}
+IMAGE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+}
 
 
 def tokens(batch: int = 2, length: int = 7, seed: int = 0) -> dict[str, Tensor]:
@@ -41,12 +47,27 @@ def roberta(**k: Any) -> nn.Module:
 
 
 def distilbert(**k: Any) -> nn.Module:
-    config = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
+    config = {
+        "vocab_size": 64,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 48,
+        "max_position_embeddings": 40,
+    }
     return tf.DistilBertForTokenClassification(tf.DistilBertConfig(**{**config, **k}))
 
 
 def gpt2(**k: Any) -> nn.Module:
-    config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 40, "bos_token_id": 0, "eos_token_id": 0}
+    config = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 64,
+        "n_positions": 40,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return tf.GPT2LMHeadModel(tf.GPT2Config(**{**config, **k}))
 
 
@@ -73,7 +94,14 @@ def deit(**k: Any) -> nn.Module:
 
 
 def swin(**k: Any) -> nn.Module:
-    config = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+    config = {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+    }
     return tf.SwinForImageClassification(tf.SwinConfig(**{**config, **k}))
 
 
@@ -93,7 +121,14 @@ def timm_deit(**k: Any) -> nn.Module:
 
 
 def timm_swin(**k: Any) -> nn.Module:
-    config = {"img_size": 32, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 2), "window_size": 4, "num_classes": 5}
+    config = {
+        "img_size": 32,
+        "embed_dim": 16,
+        "depths": (1, 1),
+        "num_heads": (2, 2),
+        "window_size": 4,
+        "num_classes": 5,
+    }
     return timm.create_model("swin_tiny_patch4_window7_224", **{**config, **k})
 
 
@@ -187,13 +222,17 @@ def run(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 def loss_of(outputs: list[Tensor]) -> Tensor:
     """A scalar in which every output counts, differently."""
-    return sum((t.double() * torch.linspace(-1, 1, t.numel(), dtype=torch.float64).view(t.shape)).sum() for t in outputs)
+    return sum(
+        (t.double() * torch.linspace(-1, 1, t.numel(), dtype=torch.float64).view(t.shape)).sum() for t in outputs
+    )
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Equal dtype, shape and bits, NaN included, −0 told from 0."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)) if first.ndim else (
-        same_bits(first[None], second[None])
+    return (
+        torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+        if first.ndim
+        else (same_bits(first[None], second[None]))
     )

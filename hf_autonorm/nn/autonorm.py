@@ -211,7 +211,8 @@ class AutoNorm(Wrapper):
             frozen=self.frozen if self.training and self._is_frozen else None,
             noisy=self.training and not self._is_frozen,
         )
-        self._record(log_p)
+        if x.numel():
+            self._record(log_p)
         first, *others = (self._per_channel(w) for w in weights.split(1, dim=-1))
         total = (1 - strength * (1 - first)) * y.to(x.dtype)
         for weight, output in zip(others, outputs):
@@ -224,7 +225,7 @@ class AutoNorm(Wrapper):
 
     @torch.no_grad()
     def _record(self, log_p: Tensor) -> None:
-        if (self.training or self._recording) and log_p.numel() and self.bias_gate.learns:
+        if (self.training or self._recording) and self.bias_gate.learns:
             p = log_p.detach().exp()
             entropy = -(p * log_p.detach()).sum(-1, keepdim=True)
             values = torch.cat([p, entropy], dim=-1).reshape(-1, self.statistics.numel()).mean(0)

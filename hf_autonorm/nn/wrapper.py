@@ -76,7 +76,8 @@ class Wrapper(Fp32Buffers):
         device = next((t.device for t in (*self.original.parameters(), *self.original.buffers())), None)
         self.register_buffer(name, torch.full((1,), float(value), dtype=torch.float32, device=device))
         self._scalars += (name,)
-        self._values[name] = float(value)
+        # As rounded to fp32: a reloaded layer reads it off the tensor and must compute the same bits.
+        self._values[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu").item()
         self._remember(name)
         self._on_scalars()
 
