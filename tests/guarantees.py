@@ -1,8 +1,8 @@
 """Every guarantee of a patch, checked on one model: the sweep runs it over all architectures, the tests over a sample.
 
-Each check returns nothing or raises AssertionError with what is wrong. A property that the unpatched model itself does not
-have (an output that differs from run to run, a checkpoint that does not reload) is not asked of the patched one; the result
-says so under "not asked".
+Each check returns nothing or raises AssertionError with what is wrong. A property that the unpatched model itself does
+not have (an output that differs from run to run, a checkpoint that does not reload) is not asked of the patched one; the
+result says so under "not asked".
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _exact(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train:
 
 
 def _live(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train: bool) -> None:
-    """At strength 1: it runs, is finite where the original was, calls what the original called, every parameter learns."""
+    """At strength 1: it runs, is finite where the original was, calls what that called, every parameter learns."""
     now = subject.run(train, wrappers)
     for index, (old, new) in enumerate(zip(before.outputs, now.outputs)):
         if old.isfinite().all():
@@ -167,7 +167,7 @@ def _live(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train: 
         had = any(f"{name}.{own}" in before.gradients for own, _ in wrapper.original.named_parameters())
         weightless = not any(True for _ in wrapper.original.parameters())
         if name in now.called and (had or (weightless and now.gradients)):
-            for own, p in wrapper.named_parameters():
+            for own, _ in wrapper.named_parameters():
                 if not own.startswith("original.") and f"{name}.{own}" not in now.gradients:
                     raise AssertionError(f"no gradient: {name}.{own}")
             assert all(p.dim() > 0 for p in wrapper.parameters()), f"0-dimensional parameter in {name}"
@@ -244,7 +244,7 @@ def _undone(subject: Subject, identities: dict[str, int], state: dict[str, Tenso
 
 @contextlib.contextmanager
 def calls(names: dict[nn.Module, str]) -> Iterator[set[str]]:
-    """Collects which modules' forward runs. Without hooks: any hook makes fused paths step aside and hides a bypass."""
+    """Collects which modules' forward runs. Without hooks: any hook makes fused paths step aside, hiding a bypass."""
     called: set[str] = set()
 
     def watch(module: nn.Module, name: str) -> None:

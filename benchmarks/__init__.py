@@ -1,0 +1,1 @@
+"""Speed, memory and survival, measured beside their peers in one run."""
