@@ -1,8 +1,8 @@
 """Every guarantee of a patch, checked on one model: the sweep runs it over all architectures, the tests over a sample.
 
 Each check returns nothing or raises AssertionError with what is wrong. A property that the unpatched model itself does
-not have (an output that differs from run to run, a checkpoint that does not reload) is not asked of the patched one; the
-result says so under "not asked".
+not have (an output that differs from run to run, a checkpoint that does not reload) is not asked of the patched one;
+the result says so under "not asked".
 """
 
 from __future__ import annotations
