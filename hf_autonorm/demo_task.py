@@ -42,7 +42,7 @@ class Scale:
     calibration_batches: int = 8
 
 
-QUICK = Scale(train_words=96, test_words=96, epochs=2, calibration_batches=2)
+QUICK = Scale(train_words=64, test_words=64, epochs=2, calibration_batches=1)
 
 
 # --- data and model --------------------------------------------------------------------------------------------------

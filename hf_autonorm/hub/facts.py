@@ -24,7 +24,7 @@ def patched_groups(model: nn.Module) -> list[dict[str, Any]]:
     groups: dict[tuple, dict[str, Any]] = {}
     for name, wrapper in wrappers(model):
         row = {
-            "modules": pattern(name.replace("_orig_mod.", "")),
+            "modules": pattern(name.replace("._orig_mod", "")),
             "original": type(wrapper.original).__name__,
             "now": _describe(wrapper),
         }

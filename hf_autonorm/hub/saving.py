@@ -154,10 +154,10 @@ def _write_plain(model: nn.Module, folder: Path, options: dict[str, Any]) -> Non
     save_torch_state_dict(_clean(model.state_dict()), folder, metadata={"format": "pt"}, **options)
     record = record_dict(model) or {"quant_method": QUANT_METHOD, "patches": []}
     for entry in record["patches"]:
-        entry["modules"] = [name.replace("_orig_mod.", "") for name in entry["modules"]]
+        entry["modules"] = [name.replace("._orig_mod", "") for name in entry["modules"]]
     record["class"] = type(model).__name__
     if is_timm(model):
-        from timm.models import save_config_for_hf
+        from timm.models._hub import save_config_for_hf
 
         save_config_for_hf(model, str(folder / "config.json"))
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -165,7 +165,7 @@ def _write_plain(model: nn.Module, folder: Path, options: dict[str, Any]) -> Non
 
 def _clean(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Names as they are without `torch.compile` on parts of the model."""
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    return {name.replace("._orig_mod", ""): tensor for name, tensor in state.items()}
 
 
 def _is_stale(file: Path, folder: Path) -> bool:

