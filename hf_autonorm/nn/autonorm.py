@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import GateConfig
 from ..errors import ConfigError, nearest
 from .branches import BRANCHES, Branch
+from .offload import execution_device
 from .selector import NormSelector
 from .traits import NormTraits, lay_out, measure
 from .wrapper import Wrapper, with_zero_gradients
@@ -88,7 +89,7 @@ class AutoNorm(Wrapper):
         self._add_scalar("frozen", 0.0)
         own = next((t for t in (*original.parameters(), *original.buffers()) if t.is_floating_point()), None)
         factory = {
-            "device": device if device is not None else (None if own is None else own.device),
+            "device": device if device is not None else execution_device(original),
             "dtype": dtype if dtype is not None else (None if own is None else own.dtype),
         }
         self.width, self.channel_axis, self.layout = traits.width, traits.channel_axis, traits.layout
@@ -196,6 +197,8 @@ class AutoNorm(Wrapper):
         return mixture if mixture.stride() == y.stride() else torch.empty_like(y).copy_(mixture)
 
     def _mix(self, x: Tensor, y: Tensor | None) -> Tensor:
+        if x.device != self.strength.device:  # under a device_map the original's own hook has moved its input
+            x = x.to(self.strength.device)
         mask = None if self.mask_holder is None else self.mask_holder.mask
         strength = self._lambda()
         outputs = [branch(x, mask) for branch in self.bias_branches]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from .offload import real_tensor
 
 _TOLERANCE = 2e-3
 # Stated everywhere: `from_pretrained` builds models with meta as the default device and half precision as default
@@ -62,18 +63,20 @@ def stand_in(norm: nn.Module) -> nn.Module:
     clone = copy.copy(norm)
     generator = torch.Generator().manual_seed(0)
 
-    def real(tensor: Tensor | None) -> Tensor | None:
+    def real(name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
+        tensor = real_tensor(norm, name, tensor)
         if tensor.is_meta:
             return torch.rand(tensor.shape, generator=generator, **_PLAIN) + 0.5
         plain = tensor.detach().to(device="cpu", copy=True)
         return plain.float() if plain.is_floating_point() else plain
 
     clone.__dict__["_parameters"] = {
-        name: p if p is None else nn.Parameter(real(p), requires_grad=False) for name, p in norm._parameters.items()
+        name: p if p is None else nn.Parameter(real(name, p), requires_grad=False)
+        for name, p in norm._parameters.items()
     }
-    clone.__dict__["_buffers"] = {name: real(b) for name, b in norm._buffers.items()}
+    clone.__dict__["_buffers"] = {name: real(name, b) for name, b in norm._buffers.items()}
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         clone.__dict__[hooks] = OrderedDict()
     for name in ("forward", "_hf_hook", "_old_forward"):
@@ -114,7 +117,7 @@ def measure(norm: nn.Module) -> NormTraits:
     Works on every device including meta, draws no global random number, calls no hook, leaves `norm` as it is.
     """
     own = [t for t in (*norm._parameters.values(), *norm._buffers.values()) if t is not None]
-    if own and all(t.is_meta for t in own):
+    if own and all(t.is_meta for t in own) and not hasattr(norm, "_hf_hook"):
         # Without values all norms of one kind measure the same: a large model has many of few kinds.
         kind = (type(norm), norm.extra_repr(), str({k: v for k, v in vars(norm).items() if not k.startswith("_")}))
         key = (*kind, *(f"{name}{tuple(t.shape)}" for name, t in norm.state_dict(keep_vars=True).items()))

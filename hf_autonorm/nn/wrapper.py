@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .offload import execution_device
+
 
 class _ZeroGradients(torch.autograd.Function):
     """y, unchanged to the bit, with zero gradients (instead of none) for `parameters`."""
@@ -73,7 +75,7 @@ class Wrapper(Fp32Buffers):
     # is refreshed when a tensor was replaced or written in place; an untouched layer changes no attribute in forward.
 
     def _add_scalar(self, name: str, value: float) -> None:
-        device = next((t.device for t in (*self.original.parameters(), *self.original.buffers())), None)
+        device = execution_device(self.original)
         self.register_buffer(name, torch.full((1,), float(value), dtype=torch.float32, device=device))
         self._scalars += (name,)
         # As rounded to fp32: a reloaded layer reads it off the tensor and must compute the same bits.
