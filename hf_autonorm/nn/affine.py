@@ -107,7 +107,8 @@ class Correction(Wrapper):
         self._sync_scalars()
         if self._is_zero:
             return original(x)
-        gain = self.gain if torch.compiler.is_compiling() else self._values["gain"]
+        free = torch.compiler.is_compiling() or self.gain.requires_grad  # the latter while `calibrate` tunes it
+        gain = self.gain if free else self._values["gain"]
         return self._correct(x, original, self._lambda(), gain)
 
     def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:

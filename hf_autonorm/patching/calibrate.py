@@ -16,7 +16,7 @@ from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, valid_tokens
 from ..nn.branches import Branch
 from ..nn.wrapper import Wrapper
-from .fit_gain import fit_gain, valid_rows
+from .fit_gain import RunningR2, fit_gain, tune_gains, valid_rows
 from .lockstep import Lockstep
 from .record import wrappers
 
@@ -76,6 +76,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     selectors' first layers are scaled to the size of their inputs. The function at λ = 0 does not change, nor does
     the random state.
 
+    The gain of each affine-like or norm-like layer is fitted the same way; then all gains are tuned together, for the
+    model's output (32 steps; the one part that runs backward, for the gains alone).
+
     Args:
         model: a patched model.
         batches: dictionaries (`model(**batch)`), tensors or tuples. All are held at once, with one output per patched
@@ -99,6 +102,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             uncalibrated = [forward(model, batch) for batch in batches]
             report = CalibrationReport(cosine_before=_cosine(originals, uncalibrated, masks))
             fitted = _fit_in_lockstep(model, found, batches, masks, kept, report)
+            if any(isinstance(wrapper, Correction) for _, wrapper in found):
+                fitted = _tune_gains(model, found, batches, masks, kept, originals, report)
         finally:
             for wrapper, strength in before.items():
                 wrapper.set_scalar("strength", strength)
@@ -187,6 +192,35 @@ def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationRepo
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _tune_gains(model, found, batches, masks, kept, originals, report: CalibrationReport) -> list[Any]:
+    """A third sweep, over the gains alone, which then says anew how close each layer comes. Returns the outputs."""
+    names = {wrapper: name for name, wrapper in found if isinstance(wrapper, Correction)}
+    tune_gains(
+        list(names), lambda i: main_output(forward(model, batches[i])), [main_output(o) for o in originals], masks
+    )
+    calls: list[tuple[Wrapper, Tensor]] = []
+    handles = [w.register_forward_hook(lambda w, args, y: calls.append((w, y.clone()))) for w in names]
+    sums: dict[Wrapper, RunningR2] = {}
+    outputs = []
+    try:
+        for batch, mask, wanted in zip(batches, masks, kept):
+            outputs.append(forward(model, batch))
+            for wrapper in names:
+                mine = [y for w, y in calls if w is wrapper]
+                for y, call in zip(mine, wanted.get(wrapper, [])):
+                    if y.shape == call.y.shape:
+                        sums.setdefault(wrapper, RunningR2()).add(
+                            *(valid_rows(t, wrapper.channel_axis, mask) for t in (y, call.y))
+                        )
+            calls.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    fits = {names[w]: FitRow(names[w], w.form, s.value(), None, w.scalar("gain")) for w, s in sums.items()}
+    report.rows = [fits.get(row.name, row) for row in report.rows]
+    return outputs
 
 
 def forward(model: nn.Module, batch: Any) -> Any:
