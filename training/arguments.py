@@ -7,7 +7,7 @@ typed, so both are checked by the same parser, and what was typed wins.
 import difflib
 import json
 from argparse import ArgumentParser
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import yaml
@@ -55,6 +55,9 @@ class VariantArguments:
     init_norm_weight: float = field(default=0.9, metadata={"help": "The gate's first weight on the original norm."})
     freeze_epoch: int = field(default=10, metadata={"help": "AutoNorm-S: decide on freezing after this epoch."})
     entropy_threshold: float = field(default=0.1, metadata={"help": "AutoNorm-S: the gate entropy (nats) to compare."})
+    baseline: str | None = field(
+        default=None, metadata={"help": "Folder of an `ln` run on the same data, for the card to compare with."}
+    )
     freeze_rule: str = field(
         default="paper",
         metadata={"help": "AutoNorm-S: when to freeze.", "choices": ["paper", "always", "never", "converged"]},
@@ -94,7 +97,24 @@ def parse_args(argv: list[str] | None = None) -> tuple[DataArguments, VariantArg
     names = {"variant": variant.variant, "seed": training.seed}
     training.output_dir = training.output_dir.format(**names)
     training.run_name = (training.run_name or Path(training.output_dir).name).format(**names)
+    if Path(training.output_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"output_dir={training.output_dir!r} holds the current directory; name a folder of its own.")
     return data, variant, training
+
+
+def read_baseline(folder: str | None, data: DataArguments) -> dict | None:
+    """The results of another run, read before this one starts; they must be of `ln` on the same data."""
+    if folder is None:
+        return None
+    path = Path(folder, "results.json")
+    if not path.is_file():
+        raise ValueError(f"baseline={folder!r} has no results.json; run the same command with --variant ln first.")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    other = {"variant": results["variant"]} | {name: results["settings"].get(name) for name in asdict(data)}
+    for name, value in ({"variant": "ln"} | asdict(data)).items():
+        if other[name] != value:
+            raise ValueError(f"baseline={folder!r} was run with {name}={other[name]!r}, not {value!r}.")
+    return results
 
 
 def read_recipe(path: str) -> dict:

@@ -24,7 +24,13 @@ Several GPUs: `accelerate launch --num_processes 4 ...`. Two processes on a CPU,
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 training/train.py \
         --config training/recipes/word_sentiment.yaml --use_cpu true --ddp_backend gloo
 
-The output folder gets the model with its tokenizer, the checkpoints, and `results.json`.
+The output folder gets the model with its tokenizer, the checkpoints and `results.json`, and a patched model its card.
+`--baseline` names the folder of an `ln` run whose numbers the card shows beside:
+
+    accelerate launch training/train.py --config training/recipes/word_sentiment.yaml --variant autonorm_s \
+        --calibrate 8 --baseline runs/word_sentiment/ln-42
+
+Once `hf_autonorm` is imported, stock `AutoModelFor...from_pretrained` loads it.
 """
 
 import json
@@ -40,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 
 from transformers import Trainer, enable_full_determinism, set_seed
 
-from hf_autonorm import GateFreezeCallback
-from training.arguments import parse_args
+from hf_autonorm import GateFreezeCallback, save_pretrained
+from training.arguments import parse_args, read_baseline
+from training.models import hub_id
 from training.tasks import load_task
 from training.variants import apply_variant
 
@@ -50,6 +57,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
 
 def main(argv: list[str] | None = None) -> dict:
     data_args, variant_args, training_args = parse_args(argv)
+    baseline = read_baseline(variant_args.baseline, data_args)
 
     # The seed comes before the model: its new head is drawn from it. Trainer sets it again before training.
     (enable_full_determinism if training_args.full_determinism else set_seed)(training_args.seed)
@@ -112,12 +120,31 @@ def main(argv: list[str] | None = None) -> dict:
     if trainer.is_world_process_zero():
         text = json.dumps(results, indent=2) + "\n"
         Path(training_args.output_dir, "results.json").write_text(text, encoding="utf-8")
-    trainer.save_model()  # TODO hf_autonorm.save_pretrained, which adds the card
+    if variant_args.variant == "ln":
+        trainer.save_model()
+    else:
+        save_pretrained(
+            trainer.model,
+            training_args.output_dir,
+            metrics=card_metrics(metrics),
+            baseline=baseline and card_metrics(baseline["metrics"]),
+            base_model=hub_id(data_args.model_name_or_path),
+            dataset=task.dataset | {"split": "test"},
+            command=results["command"],
+            callbacks=callbacks,
+            tokenizer=task.processing_class,
+            is_main_process=trainer.is_world_process_zero(),
+        )
     return results
 
 
 def count_parameters(model) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def card_metrics(metrics: dict[str, dict]) -> dict[str, float]:
+    """What was scored on the test split, without how long it took."""
+    return {name: value for name, value in metrics["test"].items() if name.startswith(("accuracy", "f1", "loss"))}
 
 
 if __name__ == "__main__":

@@ -10,17 +10,25 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
 
+import torch
 from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
 
 from training.tasks import take
 
 
-def test_two_ranks_train_and_score_every_word_once(root, tiny_bert, tagged_words, tmp_path):
+def test_two_ranks_freeze_resume_and_score_every_word_once(root, tiny_bert, tagged_words, tmp_path):
+    """From strength 0 up the ramp, through a freeze at step 4, to step 8; and again from step 2, within an epoch."""
+    whole, resumed = tmp_path / "run", tmp_path / "run-resumed"
     command = f"""
-        -m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0 {root}/training/train.py
+        -m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0
+        {root}/tests/training/two_ranks.py checkpoint-2
         --config {root}/training/recipes/pos_ewt.yaml --data_dir {tagged_words} --model_name_or_path {tiny_bert}
-        --output_dir {tmp_path} --variant ln --use_cpu true --ddp_backend gloo --max_steps 3 --max_eval_samples 7
-        --per_device_train_batch_size 2 --per_device_eval_batch_size 3 --eval_strategy no --disable_tqdm true
+        --output_dir {whole} --use_cpu true --ddp_backend gloo --disable_tqdm true
+        --variant autonorm_s --calibrate 1 --strength 0 --strength_ramp_ratio 0.375 --freeze_epoch 1
+        --max_steps 8 --per_device_train_batch_size 2 --learning_rate 0.01 --weight_decay 0.1 --save_steps 2
+        --eval_strategy no --save_strategy steps --save_total_limit 9
+        --max_eval_samples 7 --per_device_eval_batch_size 3
     """
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
     threads = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -32,9 +40,31 @@ def test_two_ranks_train_and_score_every_word_once(root, tiny_bert, tagged_words
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["processes"] == 2 and results["steps"] == 3
+    results = json.loads((whole / "results.json").read_text())
+    assert (results["processes"], results["steps"]) == (2, 8)
+    decision = results["freeze_decision"]
+    assert decision["step"] == 4 and len(decision["frozen"]) == decision["layers"] == 3
+
     # Seven rows do not divide by two ranks of three: the filling must not be counted.
     lengths = take(DatasetDict(test=Dataset.from_dict({"words": [6, 3] * 8})), None, 7)["test"]["words"]
     assert results["metrics"]["test"]["words"] == sum(lengths)
-    assert (tmp_path / "model.safetensors").exists()
+
+    # Selectors learn until the freeze and keep every bit after it; the rest goes on learning.
+    after = {step: load_file(whole / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6, 8)}
+    after["end"] = load_file(whole / "model.safetensors")
+    gates = [name for name in after[2] if ".bias_gate." in name]
+    branches = [name for name in after[2] if ".bias_branches." in name and not name.endswith("alpha_scale")]
+    assert len(gates) == 3 * 4 and len(branches) == 3 * 3
+    assert not any(torch.equal(after[2][name], after[4][name]) for name in gates)
+    for step in (6, 8, "end"):
+        assert all(torch.equal(after[4][name], after[step][name]) for name in gates)
+        assert all(after[step][name].item() == 1 for name in after[step] if name.endswith((".frozen", ".strength")))
+    assert not any(torch.equal(after[4][name], after[8][name]) for name in branches)
+
+    ranks = [torch.load(whole / f"rank{rank}.pt") for rank in (0, 1)]
+    assert gates[0] in ranks[0] and ranks[0].keys() == ranks[1].keys()
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+
+    assert json.loads((resumed / "results.json").read_text())["freeze_decision"] == decision
+    assert not (resumed / "checkpoint-2").exists()
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

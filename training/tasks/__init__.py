@@ -17,6 +17,7 @@ class Task:
     splits: object  # DatasetDict of train, validation and test, with the columns of the model's forward only
     data_collator: Callable
     compute_metrics: Callable
+    dataset: dict  # for the model card: `name`, and `type` (a Hub id) and `config` where it is from the Hub
     preprocess_logits_for_metrics: Callable | None = None
 
 

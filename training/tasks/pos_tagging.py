@@ -4,6 +4,8 @@ Data: `tokens` and a tag column (`--label_column`: `upos`, 17 universal tags; `x
 local folders; the tags may be strings or class labels.
 """
 
+from pathlib import Path
+
 import torch
 from datasets import DatasetDict, Sequence, Value, load_dataset
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
@@ -18,6 +20,10 @@ NO_TAG = "_"  # on the surface form of a contraction ("don't") whose parts follo
 
 def load(args) -> Task:
     source = (args.data_dir,) if args.data_dir else (args.dataset_name, args.dataset_config)
+    if args.data_dir:
+        dataset = {"name": Path(args.data_dir).resolve().name}
+    else:
+        dataset = {"type": args.dataset_name} | ({"config": args.dataset_config} if args.dataset_config else {})
     text, label = args.text_column or "tokens", args.label_column or "upos"
     splits = load_dataset(*source).select_columns([text, label])
     splits = with_string_tags(splits, label)
@@ -39,9 +45,8 @@ def load(args) -> Task:
         splits=splits,
         data_collator=DataCollatorForTokenClassification(tokenizer),
         compute_metrics=scorer(),
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(
-            -1
-        ),  # one index a token is kept, not 17 scores
+        dataset=dataset,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),  # one index a token, not 17 scores
     )
 
 

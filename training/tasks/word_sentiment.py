@@ -43,6 +43,7 @@ def load(args) -> Task:
         splits=splits,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=scorer(),
+        dataset={"name": "the VADER lexicon (PyPI package vaderSentiment)"},
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
 
