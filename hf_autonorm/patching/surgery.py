@@ -16,6 +16,7 @@ from ..errors import ConfigError, NoMatchError, NotPatchedError, UnsupportedErro
 from ..nn.affine import AffineLike, Correction, NormLike
 from ..nn.autonorm import AutoNorm, MaskHolder
 from ..nn.branches import BRANCHES
+from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper
 from .record import update_record, wrappers
@@ -97,6 +98,7 @@ def plan(
     conv: str | None = _UNSET,
     *,
     config: PatchConfig | None = None,
+    example_inputs: Any = None,
     **fields: Any,
 ) -> Plan:
     """What `patch` with the same arguments would do; changes nothing.
@@ -104,7 +106,7 @@ def plan(
     Returns rows (name, old_class, new_class, added_parameters, reason) that print as a table.
     """
     config = resolve_config(norm, linear, conv, config, **fields)
-    survey, targets = _targets(model, config)
+    survey, targets = _targets(model, config, example_inputs)
     rows = Plan()
     for target in targets:
         added, new_class = 0, None
@@ -124,6 +126,7 @@ def patch(
     *,
     config: PatchConfig | None = None,
     calibrate: Iterable[Any] | None = None,
+    example_inputs: Any = None,
     **fields: Any,
 ) -> nn.Module:
     """Patches `model` in place and returns it (a bare target module comes back wrapped).
@@ -138,6 +141,8 @@ def patch(
         linear, conv: "affine_like", "norm_like", or None (default).
         config: a PatchConfig; the other arguments change single fields of it.
         calibrate: batches to fit the patch on, see `calibrate`.
+        example_inputs: one batch (a dictionary, tensor or tuple) to run through the model first: what it shows to be
+            bypassed is left alone too. The source of the model's classes is read in any case.
         fields: further fields of PatchConfig.
 
     Kept as they were: dtype, device, `training`, `requires_grad`, hooks, shared modules, tied weights, the random
@@ -151,7 +156,7 @@ def patch(
         All before anything is changed.
     """
     config = resolve_config(norm, linear, conv, config, **fields)
-    survey, targets = _targets(model, config)
+    survey, targets = _targets(model, config, example_inputs)
     wanted = [t for t in targets if t.reason is None]
     if not wanted:
         if any(t.reason == "already patched" for t in targets):
@@ -159,18 +164,18 @@ def patch(
         raise NoMatchError(_nothing_to_patch(config, targets))
     built = [(target, _build(survey, target, config)) for target in wanted]
     result = _swap(survey, model, {id(target.module): wrapper for target, wrapper in built})
-    _connect_masks(result)
-    update_record(result)
-    if calibrate is not None:
-        from .calibrate import calibrate as fit
+    try:
+        _connect_masks(result)
+        update_record(result)
+        if calibrate is not None:
+            from .calibrate import calibrate as fit
 
-        try:
             fit(result, calibrate)
-        except BaseException:
-            _swap(Survey(result), result, {id(w): w.original for _, w in built})
-            _connect_masks(result)
-            update_record(model)
-            raise
+    except BaseException:  # nothing half-patched, an interrupt included
+        _swap(Survey(result), result, {id(wrapper): wrapper.original for _, wrapper in built})
+        _connect_masks(model)
+        update_record(model)
+        raise
     return result
 
 
@@ -217,7 +222,7 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
     return model
 
 
-def _targets(model: nn.Module, config: PatchConfig) -> tuple[Survey, list[Target]]:
+def _targets(model: nn.Module, config: PatchConfig, example_inputs: Any = None) -> tuple[Survey, list[Target]]:
     """The survey and the targets of a model that may be patched with this config at all."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"patch takes an nn.Module, got {type(model).__name__}")
@@ -235,6 +240,10 @@ def _targets(model: nn.Module, config: PatchConfig) -> tuple[Survey, list[Target
                 f"{'linear layer' if kind == 'linear' else 'convolution'}; leave {kind}= out"
             )
     _refuse_pooling_on_causal(survey, targets, config)
+    if example_inputs is not None:
+        from .probe import mark_bypassed
+
+        mark_bypassed(model, targets, example_inputs)
     return survey, targets
 
 
@@ -274,7 +283,8 @@ def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.de
         wrapper.patch_config = config
         return wrapper
     near_device, near_dtype = _placement(survey, target)
-    generator = torch.Generator().manual_seed((config.seed << 32) ^ zlib.crc32(target.name.encode()))
+    # One number of 32 bits: torch's CPU generator reads no more.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {target.name}".encode()))
     wrapper = AutoNorm(
         target.module,
         config.norm_branches(),
@@ -303,7 +313,7 @@ def _placement(survey: Survey, target: Target) -> tuple[torch.device | None, tor
     for module in around:
         for p in module.parameters():
             if p.is_floating_point() and p.dtype.itemsize >= 2:
-                return p.device, p.dtype
+                return execution_device(target.module) or p.device, p.dtype
     return None, None
 
 
