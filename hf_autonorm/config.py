@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +167,13 @@ class PatchConfig(_Strict):
                 or (isinstance(rule, list) and all(isinstance(r, str) for r in rule))
             ):
                 raise ConfigError(f"{name}={rule!r} must be a regular expression or a list of names")
+            if isinstance(rule, str):
+                try:
+                    re.compile(rule)
+                except re.error as error:
+                    raise ConfigError(
+                        f"{name}={rule!r} is no regular expression ({error}); for exact names pass a list, [{rule!r}]"
+                    ) from None
         _in_range("strength", self.strength, 0.0, 1.0)
         if (
             isinstance(self.dyt_alpha, bool)

@@ -34,7 +34,7 @@ class DemoError(AutoNormError):
 class Scale:
     """How much is trained. The full demo takes about 3 minutes on 2 cores."""
 
-    train_words: int = 3200
+    train_words: int = 2400
     test_words: int = 1200
     epochs: int = 2
     batch_size: int = 32

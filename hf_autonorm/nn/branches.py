@@ -212,6 +212,21 @@ class AdaNorm(_Standardizing):
         return (1 - self.factor * y).detach() * y
 
 
+@register_branch("identity")
+class Identity(Branch):
+    """y = x: no norm at all, for models whose linear layers are corrected (`norm="identity"`, arXiv 2512.22247)."""
+
+    def __init__(self, norm: nn.Module, traits: NormTraits | None = None, **kwargs) -> None:
+        super().__init__(norm, traits, **kwargs)
+        del self.weight, self.bias
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """No parameters."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x
+
+
 @register_branch("film")
 class FiLM(_Standardizing):
     """(weight + Δγ(x̄)) ⊙ n(x) + (bias + Δβ(x̄)): feature-wise linear modulation (arXiv 1709.07871, eq. 2), conditioned

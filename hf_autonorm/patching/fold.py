@@ -22,8 +22,8 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
     """Collapses the layers that no longer adapt; the model's outputs change by about `tolerance` at most.
 
     A gate that stays within `tolerance` of the original gives the original module back, the same object; one that
-    stays within it of one branch becomes that branch alone (at full strength). Weights that depend on the input are judged
-    over `batches`. Where nothing of the patch is left, the model is a stock one: same classes, same state dict.
+    stays within it of one branch becomes that branch alone (at full strength). Weights that depend on the input are
+    judged over `batches`. Where nothing of the patch is left, the model is a stock one: same classes, same state dict.
 
     Args:
         model: a patched model; changed in place.

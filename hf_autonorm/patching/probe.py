@@ -1,6 +1,6 @@
 """What a forward on example inputs shows: targets whose weight is used while their forward is not called.
 
-The source of a model tells most of it (`reads.py`), a run tells the rest, such as a weight that a compiled kernel reads.
+The source of a model tells most of it (`reads.py`); a run tells the rest, a weight that a kernel reads, say.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def mark_bypassed(model: nn.Module, targets: list[Target], example_inputs: Any) 
 
 @contextlib.contextmanager
 def _counting(modules: dict[nn.Module, Target]) -> Iterator[set[nn.Module]]:
-    """Collects the modules that are called. Not by hooks: any hook makes a fused path step aside and hides the bypass."""
+    """Collects the modules that are called. Not by hooks: any hook makes a fused path step aside."""
     called: set[nn.Module] = set()
     own = {module: vars(module).get("forward") for module in modules}
 

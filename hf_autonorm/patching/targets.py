@@ -12,6 +12,7 @@ from ..errors import NoMatchError, nearest
 from ..nn.traits import NotANorm, measure
 from ..nn.wrapper import Wrapper
 from .affine_targets import conv_target, linear_target
+from .following import keep_needed_norms
 from .survey import Survey, Target, structural_reason
 
 _OTHER_NORMS = (
@@ -51,6 +52,8 @@ def find_targets(model: nn.Module, config: PatchConfig) -> list[Target]:
             target.names = survey.names[id(module)]
             targets.append(target)
     _apply_rules(targets, config)
+    if config.norm == "identity":
+        keep_needed_norms(survey, targets)
     return targets
 
 
@@ -102,7 +105,7 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
     target.reason = structural_reason(survey, name, module, own)
     if target.reason is None and not own and getattr(module, "normalized_shape", None) is None:
         target.reason = "norm of unknown width (no parameter and no normalized_shape)"
-    if target.reason is None:
+    if target.reason is None or not called_norm:
         try:
             target.traits = measure(module)
         except NotANorm as error:
