@@ -383,3 +383,33 @@ def test_in_place_activations_do_not_spoil_the_targets():
     x = torch.randn(4, 3, 8, 8)
     reports = [calibrate(patch(n, norm=None, conv="affine_like"), [x]) for n in (net, twin)]
     assert [row.gain for row in reports[0].rows] == [row.gain for row in reports[1].rows]
+
+
+# --- norm="identity" --------------------------------------------------------------------------------------------------
+
+
+def test_identity_takes_a_norm_away_only_before_corrected_layers():
+    torch.manual_seed(0)
+    model, inputs = llama().eval(), tokens()
+    expected = logits(copy.deepcopy(model), inputs)
+    rows = {row.name: row for row in plan(model, norm="identity", linear="affine_like")}
+    assert rows["model.layers.0.input_layernorm"].new_class == "identity"
+    assert "no corrected layer" in rows["model.norm"].reason  # after it comes the output embedding
+    assert all(row.added_parameters == 0 for row in rows.values())
+    patch(model, norm="identity", linear="affine_like", strength=0.0)
+    assert torch.equal(logits(model, inputs), expected)
+    norm, x = model.model.layers[0].input_layernorm, torch.randn(2, 3, 32)
+    set_strength(model, 0.25)
+    torch.testing.assert_close(norm(x), 0.75 * norm.original(x) + 0.25 * x)
+    set_strength(model, 1.0)
+    assert torch.equal(norm(x), x)
+    with pytest.raises(NoMatchError, match="no corrected layer"):
+        patch(llama(), norm="identity")
+
+
+def test_identity_follows_a_layer_corrected_earlier():
+    model = patch(timm_vit(), norm=None, linear="norm_like", include=r"blocks\.0\.mlp\..*")
+    found = {row.name for row in plan(model, norm="identity").patched}
+    assert found == {"blocks.0.norm2"}
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 4))
+    assert {row.name for row in plan(net, norm="identity", linear="affine_like").patched} == {"0", "1", "4"}
