@@ -17,7 +17,7 @@ def ewt(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory) -> Path:
-    """One BERT layer of width 32 under the real MiniLM tokenizer."""
+    """One BERT layer of width 32; a tokenizer of the same kind as MiniLM's, small since `datasets` hashes it often."""
     import torch
     from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -25,6 +25,7 @@ def tiny_bert(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny_bert")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("minilm"))
+    tokenizer = tokenizer.train_new_from_iterator(["I do n't like antidisestablishmentarianism . Dogs bark !"], 200)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),

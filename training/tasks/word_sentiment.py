@@ -68,7 +68,7 @@ def split_of(word: str) -> str:
 
 def split_by_family(lexicon: Dataset) -> DatasetDict:
     rows = {"train": [], "validation": [], "test": []}
-    for index, word in enumerate(lexicon["word"]):
+    for index, word in enumerate(lexicon["word"][:]):
         rows[split_of(word)].append(index)
     return DatasetDict({name: lexicon.select(indices) for name, indices in rows.items()})
 
