@@ -83,7 +83,11 @@ def check(make: Callable[[], tuple[nn.Module, dict[str, Any]]], setting: str, on
     fields = SETTINGS[setting]
     verdict = Verdict()
     subject = Subject(make)
-    rows = plan(subject.model, **fields)
+    try:
+        rows = plan(subject.model, **fields)
+    except NoMatchError as error:  # a rule that this model has nothing for is refused, loudly
+        verdict.left_alone = {str(error).rsplit(": ", 1)[-1]: 1}
+        return verdict
     verdict.targets, verdict.patched = len(rows), len(rows.patched)
     verdict.left_alone = dict(Counter(row.reason for row in rows.left_alone))
     if not rows.patched:
