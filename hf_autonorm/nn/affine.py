@@ -31,16 +31,20 @@ class _SquaredNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
+        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        return (2 * grad * x).to(x.dtype), None
+        # 2·grad·x, in fp32: a length taken out of one factor and put into the other keeps both in range.
+        x, squares = ctx.saved_tensors
+        squares = squares.detach()
+        length = torch.where(squares == 0, 1.0, squares).sqrt()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return ((2 * grad * length).to(wide) * (x / length.to(wide))).to(x.dtype), None
 
     @staticmethod
     def vmap(info, in_dims: tuple, x: Tensor, axis: int):
-        return _SquaredNorm.apply(x.movedim(in_dims[0], 0), axis), 0
+        return _SquaredNorm.apply(x.movedim(in_dims[0], 0), axis), 0  # `axis` is counted from the end
 
 
 def _plain_squared_norm(x: Tensor, axis: int) -> Tensor:

@@ -385,7 +385,7 @@ def test_in_place_activations_do_not_spoil_the_targets():
     assert [row.gain for row in reports[0].rows] == [row.gain for row in reports[1].rows]
 
 
-# --- norm="identity" --------------------------------------------------------------------------------------------------
+# --- norm="identity" -------------------------------------------------------------------------------------------------
 
 
 def test_identity_takes_a_norm_away_only_before_corrected_layers():
