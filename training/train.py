@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> dict:
         metrics[split] = {name.removeprefix(f"{split}_"): value for name, value in measured.items() if name != "epoch"}
 
     watcher = next((callback for callback in callbacks if isinstance(callback, GateFreezeCallback)), None)
+    launch = ["accelerate", "launch", "--num_processes", str(training_args.world_size)]
     results = {
         "task": data_args.task,
         "variant": variant_args.variant,
@@ -115,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict:
         "parameters": {"total": count_parameters(model), "added": count_parameters(model) - parameters_before},
         "settings": asdict(data_args) | asdict(variant_args),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "command": shlex.join(sys.argv if argv is None else ["training/train.py", *argv]),
+        "command": shlex.join([*launch, "training/train.py", *(sys.argv[1:] if argv is None else argv)]),
     }
     if trainer.is_world_process_zero():
         text = json.dumps(results, indent=2) + "\n"
