@@ -65,9 +65,7 @@ def sweep(identifiers: list[str], settings: list[str], results: Path, workers: i
     """Checks what is not in `results` yet; returns all records, in the order of `identifiers`."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    import tests.guarantees  # noqa: F401  what a child needs is imported once, before it is forked
-    import tests.zoo  # noqa: F401
-
+    _warm_up()
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {}
     if results.exists():
@@ -107,6 +105,27 @@ def sweep(identifiers: list[str], settings: list[str], results: Path, workers: i
     return [done[i] for i in identifiers if i in done]
 
 
+def _warm_up() -> None:
+    """Imports and computes once what every child needs. No backward: after one, torch forbids the fork."""
+    import gc
+    import tempfile
+
+    import torch
+    from transformers import Trainer  # noqa: F401
+
+    import tests.guarantees  # noqa: F401
+    from tests.zoo import build
+
+    torch.set_num_threads(1)
+    model, _ = build("bert", "base")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        type(model).from_pretrained(folder)
+    del model
+    gc.collect()
+    gc.freeze()
+
+
 def _no_result(identifier: str, error: str) -> dict[str, Any]:
     return {"id": identifier, "built": True, "settings": {}, "error": error}
 
@@ -134,8 +153,8 @@ def report(records: list[dict[str, Any]], settings: list[str]) -> str:
         "",
         f"transformers {transformers.__version__}, timm {timm.__version__}, torch {torch.__version__}; tiny random "
         "models, CPU, fp32. Each model is patched and put through every check of `tests/guarantees.py`: bit-exact at "
-        "strength 0 in eval and train, finite at strength 1, every patched module called, every new parameter with a gradient, "
-        "weight decay as before, save and reload equal, unpatch exact.",
+        "strength 0 in eval and train, finite at strength 1, every patched module called, every new parameter with a "
+        "gradient, weight decay as before, save and reload equal, unpatch exact.",
         "",
         "| library | setting | models | with targets | modules patched | pass every check | share |",
         "|---|---|---|---|---|---|---|",
