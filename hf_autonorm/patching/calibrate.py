@@ -94,6 +94,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         raise ConfigError("calibrate got no batch; pass an iterable of model inputs, e.g. [tokenizer(texts, …)]")
     masks = [valid_tokens(batch.get("attention_mask")) if isinstance(batch, Mapping) else None for batch in batches]
     before = {wrapper: wrapper.scalar("strength") for _, wrapper in found}
+    fitted_before = [(t, t.detach().clone()) for _, wrapper in found for t in _added_tensors(wrapper)]
     with undisturbed(model), torch.no_grad():
         try:
             _set_strength(found, 0.0)
@@ -104,6 +105,10 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             fitted = _fit_in_lockstep(model, found, batches, masks, kept, report)
             if any(isinstance(wrapper, Correction) for _, wrapper in found):
                 fitted = _tune_gains(model, found, batches, masks, kept, originals, report)
+        except BaseException:
+            for tensor, value in fitted_before:
+                tensor.copy_(value)
+            raise
         finally:
             for wrapper, strength in before.items():
                 wrapper.set_scalar("strength", strength)
@@ -221,6 +226,11 @@ def _tune_gains(model, found, batches, masks, kept, originals, report: Calibrati
     fits = {names[w]: FitRow(names[w], w.form, s.value(), None, w.scalar("gain")) for w, s in sums.items()}
     report.rows = [fits.get(row.name, row) for row in report.rows]
     return outputs
+
+
+def _added_tensors(wrapper: Wrapper) -> list[Tensor]:
+    inside = {id(t) for t in (*wrapper.original.parameters(), *wrapper.original.buffers())}
+    return [t for t in (*wrapper.parameters(), *wrapper.buffers()) if id(t) not in inside]
 
 
 def forward(model: nn.Module, batch: Any) -> Any:

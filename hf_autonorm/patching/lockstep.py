@@ -20,6 +20,27 @@ class _Abort(BaseException):
     """Ends the paused threads after one of them has failed."""
 
 
+class _Autocast:
+    """The autocast modes of the thread that creates it, for another thread to enter."""
+
+    def __init__(self) -> None:
+        devices = ["cpu"]
+        if torch.accelerator.is_available():
+            devices.append(torch.accelerator.current_accelerator().type)
+        self._modes = [
+            torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+            for device in devices
+        ]
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+
 class _Runner:
     """One paused or running pass."""
 
@@ -30,6 +51,7 @@ class _Runner:
         self.error: BaseException | None = None
         self.finished = self.abort = False
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._autocast = _Autocast()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run, work), daemon=True)
         self._thread.start()
@@ -37,8 +59,9 @@ class _Runner:
     def _run(self, work: Callable[[], Any]) -> None:
         self._go.acquire()
         try:
-            with torch.no_grad():  # the grad mode belongs to a thread
-                self.result = work()
+            if not self.abort:
+                with torch.no_grad(), self._autocast:  # modes that belong to a thread
+                    self.result = work()
         except _Abort:
             pass
         except BaseException as error:
@@ -70,6 +93,8 @@ class Lockstep:
         self.current_index = 0  # which of the works is running
 
     def meet(self, key: Any, payload: Any) -> None:
+        if self._current.abort:  # the model swallowed it
+            raise _Abort
         if key not in self._done:
             self._current.pause(key, payload)
 
@@ -96,6 +121,7 @@ class Lockstep:
         finally:
             for runner in runners:
                 if not runner.finished:
+                    self._current = runner
                     runner.abort = True
                     runner.resume()
         return [r.result for r in runners]
