@@ -64,7 +64,9 @@ class GateFreezeCallback(_Resumable):
             each multiple of it).
 
     Attributes after training:
-        decision: None, or {"frozen": names, "entropy": …, "epoch": …, "step": …, "rule": …, "threshold": …}.
+        decision: None, or {"frozen": names, "entropy": …, "epoch": …, "step": …, "rule": …, "threshold": …}. Where
+            `load_best_model_at_end` went back to before the freeze, "frozen" is what the loaded model has, "decided"
+            what had been frozen, "best" the checkpoint.
         history: one entry an epoch: {"epoch", "step", "strength", "layers": {name: {"weights": […], "entropy": …}}}.
     """
 
@@ -169,6 +171,15 @@ class GateFreezeCallback(_Resumable):
         if self.freeze_epoch is not None and _has_length(kwargs.get("train_dataloader")):
             self._end_epoch(state, math.floor(state.epoch + 1e-6))
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # `load_best_model_at_end` may have brought back a model from before the freeze.
+        frozen = [name for name, layer in self._layers if layer.scalar("frozen")]
+        if self.decision is not None and set(frozen) != set(self.decision["frozen"]):
+            decided, best = self.decision["frozen"], state.best_model_checkpoint
+            self.decision |= {"decided": decided, "frozen": frozen, "best": best}
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -268,11 +279,13 @@ class GateFreezeCallback(_Resumable):
         if self.decision is None:
             return "No freeze decision was reached."
         d = self.decision
-        done = f"{len(d['frozen'])} of {d['layers']} gates frozen" if d["frozen"] else "no gate frozen"
+        frozen, decided = d["frozen"], d.get("decided", d["frozen"])
+        done = f"{len(decided)} of {d['layers']} gates frozen" if decided else "no gate frozen"
         sign = "≥" if d["entropy"] >= d["threshold"] else "<"
         return (
             f"{done} at epoch {d['epoch']:g} (step {d['step']}): mean gate entropy {d['entropy']:.4f} nats {sign} "
             f"threshold {d['threshold']:g}, rule “{d['rule']}”."
+            + (f" The best model, loaded at the end, is from before it: {len(frozen)} frozen." if "best" in d else "")
         )
 
 
