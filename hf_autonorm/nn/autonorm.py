@@ -85,8 +85,8 @@ class AutoNorm(Wrapper):
         dtype: torch.dtype | None = None,
     ) -> None:
         traits = traits or measure(original)
-        super().__init__(original, strength)
-        self._add_scalar("frozen", 0.0)
+        super().__init__(original, strength, device)
+        self._add_scalar("frozen", 0.0, device)
         own = next((t for t in (*original.parameters(), *original.buffers()) if t.is_floating_point()), None)
         factory = {
             "device": device if device is not None else execution_device(original),
@@ -104,11 +104,9 @@ class AutoNorm(Wrapper):
             self.bias_branches.append(BRANCHES[name](original, traits, alpha=alpha, **factory))
         for p in (*self.bias_gate.parameters(), *self.bias_branches.parameters()):
             p._is_hf_initialized = True  # transformers' init_weights() leaves them alone
-        scalars = {"device": self.strength.device if device is None else device, "dtype": torch.float32}
+        scalars = {"device": self.strength.device, "dtype": torch.float32}
         self.register_buffer("r2", torch.full((len(self.branch_names),), UNCALIBRATED, **scalars))
         self.register_buffer("statistics", torch.zeros(len(self.branch_names) + 2, **scalars))
-        if device is not None:
-            self.strength, self.frozen = self.strength.to(device), self.frozen.to(device)
         self.mask_holder: MaskHolder | None = None
         self._recording = False
         self.train(original.training)

@@ -59,7 +59,7 @@ class Wrapper(Fp32Buffers):
     wrapper away).
     """
 
-    def __init__(self, original: nn.Module, strength: float = 1.0) -> None:
+    def __init__(self, original: nn.Module, strength: float = 1.0, device: torch.device | None = None) -> None:
         super().__init__()
         self.original = original
         self.training = original.training
@@ -67,15 +67,15 @@ class Wrapper(Fp32Buffers):
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._values: dict[str, float] = {}
         self._is_zero = self._is_one = False
-        self._add_scalar("strength", strength)
+        self._add_scalar("strength", strength, device)
 
     # --- scalar state -------------------------------------------------------------------------------------------
     # The tensors are the truth (they are saved, broadcast and averaged). Python keeps a copy of their values, so that
     # forward can branch without waiting for the device and a compiled graph specialises on the phase alone. The copy
     # is refreshed when a tensor was replaced or written in place; an untouched layer changes no attribute in forward.
 
-    def _add_scalar(self, name: str, value: float) -> None:
-        device = execution_device(self.original)
+    def _add_scalar(self, name: str, value: float, device: torch.device | None = None) -> None:
+        device = device or execution_device(self.original)
         self.register_buffer(name, torch.full((1,), float(value), dtype=torch.float32, device=device))
         self._scalars += (name,)
         # As rounded to fp32: a reloaded layer reads it off the tensor and must compute the same bits.
