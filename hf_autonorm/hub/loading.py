@@ -74,6 +74,16 @@ class AutoNormQuantizer(HfQuantizer):
         update_record(model)
 
 
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"spec", "modules"}
+        and isinstance(entry["spec"], dict)
+        and isinstance(entry["modules"], list)
+        and all(isinstance(name, str) for name in entry["modules"])
+    )
+
+
 def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tuple[PatchConfig, list[str]]]:
     """The record's settings with the names as `model` has them.
 
@@ -82,6 +92,11 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
 
     Raises CheckpointError where a name is in no way this model's.
     """
+    if not isinstance(patches, list) or not all(map(_is_entry, patches)):
+        raise CheckpointError(
+            'the "patches" of a patch record must be a list of {"spec": settings, "modules": names}. The record was '
+            "written by another version of hf_autonorm, or by hand"
+        )
     resolved = []
     for entry in patches:
         config = PatchConfig.from_dict(entry["spec"])
