@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -66,8 +67,9 @@ class AutoNormQuantizer(HfQuantizer):
         for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
             model.__dict__.pop(attribute, None)
         for module in model.modules():
-            if hasattr(module, "config"):
-                module.config.__dict__.pop("_is_quantized", None)
+            config = module.__dict__.get("config")
+            if isinstance(config, PreTrainedConfig):
+                config.__dict__.pop("_is_quantized", None)
         require_loaded(model)
         for _, wrapper in wrappers(model):
             wrapper._sync_scalars()
@@ -100,7 +102,8 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
     resolved = []
     for entry in patches:
         config = PatchConfig.from_dict(entry["spec"])
-        candidates = {n: t for t in find_targets(model, config.replace(include=None, exclude=None)) for n in t.names}
+        found = find_targets(model, config.replace(include=None, exclude=None), skeleton=True)
+        candidates = {name: target for target in found for name in target.names}
         names = []
         for name in entry["modules"]:
             own = _own_name(model, name)

@@ -54,8 +54,9 @@ class NormTraits:
     layout: str  # memory layout of the output: "contiguous", "input" (strides kept) or "channels_last"
 
 
-def stand_in(norm: nn.Module) -> nn.Module:
-    """A copy of `norm` for probing: fp32 on the CPU, without hooks; a meta parameter becomes a random one.
+def stand_in(norm: nn.Module, values: bool = True) -> nn.Module:
+    """A copy of `norm` for probing: fp32 on the CPU, without hooks; a meta parameter becomes a random one, as do all
+    without `values`.
 
     Only the containers are copied, so that nothing large is; the class's own `forward` is to be called on it (an
     instance may carry accelerate's wrapped one).
@@ -67,7 +68,7 @@ def stand_in(norm: nn.Module) -> nn.Module:
         if tensor is None:
             return None
         tensor = real_tensor(norm, name, tensor)
-        if tensor.is_meta:
+        if tensor.is_meta or (not values and isinstance(tensor, nn.Parameter)):
             return torch.rand(tensor.shape, generator=generator, **_PLAIN) + 0.5
         plain = tensor.detach().to(device="cpu", copy=True)
         return plain.float() if plain.is_floating_point() else plain
@@ -111,29 +112,30 @@ def normalize(x: Tensor, centered: bool, axis: int = -1) -> Tensor:
     return x / x.square().mean(axis, keepdim=True).sqrt()
 
 
-def measure(norm: nn.Module) -> NormTraits:
+def measure(norm: nn.Module, values: bool = True) -> NormTraits:
     """Measures `norm`, or raises `NotANorm` with the reason why it is none.
 
     Works on every device including meta, draws no global random number, calls no hook, leaves `norm` as it is.
+    `values=False`: the parameters are not loaded yet, take none of their values for real.
     """
     own = [t for t in (*norm._parameters.values(), *norm._buffers.values()) if t is not None]
-    if own and all(t.is_meta for t in own) and not hasattr(norm, "_hf_hook"):
+    if own and (not values or (all(t.is_meta for t in own) and not hasattr(norm, "_hf_hook"))):
         # Without values all norms of one kind measure the same: a large model has many of few kinds.
         kind = (type(norm), norm.extra_repr(), str({k: v for k, v in vars(norm).items() if not k.startswith("_")}))
         key = (*kind, *(f"{name}{tuple(t.shape)}" for name, t in norm.state_dict(keep_vars=True).items()))
         if key not in _MEASURED:
-            _MEASURED[key] = _measure(norm)
+            _MEASURED[key] = _measure(norm, values=False)
         return _MEASURED[key]
-    return _measure(norm)
+    return _measure(norm, values)
 
 
 _MEASURED: dict[tuple, NormTraits] = {}
 
 
 @torch.no_grad()
-def _measure(norm: nn.Module) -> NormTraits:
+def _measure(norm: nn.Module, values: bool) -> NormTraits:
     width = width_of(norm)
-    clone = stand_in(norm)
+    clone = stand_in(norm, values)
     clone.__dict__["training"] = False
     forward = type(norm).forward.__get__(clone)
     refusals = 0

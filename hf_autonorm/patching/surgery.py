@@ -20,6 +20,7 @@ from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper
 from .record import update_record, wrappers
+from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
 
@@ -212,7 +213,9 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
     swaps = {}
     for config, names in entries:
         candidates = {
-            name: t for t in find_targets(model, config.replace(include=None, exclude=None)) for name in t.names
+            name: target
+            for target in find_targets(model, config.replace(include=None, exclude=None), skeleton=True)
+            for name in target.names
         }
         for name in names:
             target = candidates[name]
@@ -239,6 +242,7 @@ def _targets(model: nn.Module, config: PatchConfig, example_inputs: Any = None) 
                 f"rule {kind}={getattr(config, kind)!r} matches nothing: {type(model).__name__} holds no "
                 f"{'linear layer' if kind == 'linear' else 'convolution'}; leave {kind}= out"
             )
+    mark_renamed(model, targets)
     _refuse_pooling_on_causal(survey, targets, config)
     if example_inputs is not None:
         from .probe import mark_bypassed

@@ -31,8 +31,10 @@ def rule_matches(rule: str | list[str], name: str) -> bool:
     return any(name == item or name.endswith("." + item) for item in rule)
 
 
-def find_targets(model: nn.Module, config: PatchConfig) -> list[Target]:
+def find_targets(model: nn.Module, config: PatchConfig, *, skeleton: bool = False) -> list[Target]:
     """All modules the config's rules are about, in the model's order, each with the reason where it is left alone.
+
+    skeleton: the weights are yet to be loaded; whatever values are there mean nothing.
 
     Raises NoMatchError where `include` or `exclude` matches nothing that could be patched.
     """
@@ -43,7 +45,7 @@ def find_targets(model: nn.Module, config: PatchConfig) -> list[Target]:
         if id(module) in skip_inside:
             continue
         name = survey.names[id(module)][0]
-        target = _norm_target(survey, name, module) if config.norm is not None else None
+        target = _norm_target(survey, name, module, skeleton) if config.norm is not None else None
         if target is None and config.linear is not None:
             target = linear_target(survey, name, module, heads=config.heads)
         if target is None and config.conv is not None:
@@ -77,7 +79,7 @@ def _apply_rules(targets: list[Target], config: PatchConfig) -> None:
             target.reason = "matched by exclude"
 
 
-def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
+def _norm_target(survey: Survey, name: str, module: nn.Module, skeleton: bool) -> Target | None:
     """A Target where `module` is a norm or calls itself one, else None."""
     if isinstance(module, Wrapper):
         return Target(name, module, "norm", reason="already patched") if hasattr(module, "branch_names") else None
@@ -107,7 +109,7 @@ def _norm_target(survey: Survey, name: str, module: nn.Module) -> Target | None:
         target.reason = "norm of unknown width (no parameter and no normalized_shape)"
     if target.reason is None or not called_norm:
         try:
-            target.traits = measure(module)
+            target.traits = measure(module, values=not skeleton)
         except NotANorm as error:
             if not called_norm:
                 return None
