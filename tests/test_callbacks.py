@@ -108,9 +108,8 @@ def entropy_of(model):
         ("never", 10.0, False),
     ],
 )
-@pytest.mark.parametrize("scope", ["model", "layer"])
-def test_each_rule_decides_at_the_end_of_its_epoch(tmp_path, rule, threshold, freezes, scope):
-    callback, watch = GateFreezeCallback(2, threshold, rule, scope), Watch()
+def test_each_rule_decides_at_the_end_of_its_epoch(tmp_path, rule, threshold, freezes):
+    callback, watch = GateFreezeCallback(2, threshold, rule), Watch()
     run = trainer(tmp_path, [callback, watch])
     run.train()
     assert watch.flags[4] == [0.0] * 3  # two steps an epoch: the decision falls after step 4
@@ -260,26 +259,35 @@ def test_a_frozen_selector_is_bit_constant(tmp_path, optim):
 # --- resume ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path, at):
-    """Two steps an epoch, the freeze at the end of epoch 1: before it, exactly at it, inside and after later ones."""
-    callbacks = lambda: [GateFreezeCallback(1, 0.0), StrengthRampCallback(ratio=0.8)]  # noqa: E731
-    arguments = dict(save_strategy="steps", save_steps=1)
-    whole = trainer(tmp_path / "whole", callbacks(), make(strength=0.0), **arguments)
-    whole.train()
-    rest = callbacks()
-    resumed = trainer(tmp_path / "resumed", rest, make(seed=9, strength=0.5), **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
-    theirs = whole.model.state_dict()
+def freeze_and_ramp():
+    return [GateFreezeCallback(1, 0.0), StrengthRampCallback(ratio=0.8)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(an unbroken run of 6 steps, two an epoch, the freeze at the end of epoch 1; its folder; its callback)"""
+    folder, callbacks = tmp_path_factory.mktemp("whole"), freeze_and_ramp()
+    run = trainer(folder, callbacks, make(strength=0.0), save_strategy="steps", save_steps=1)
+    run.train()
+    return run, folder, callbacks[0]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path, whole, at):
+    """Resumed inside the epoch before the freeze, exactly at it, inside and after later epochs."""
+    run, folder, callback = whole
+    callbacks = freeze_and_ramp()
+    resumed = trainer(tmp_path, callbacks, make(seed=9, strength=0.5), save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
+    theirs = run.model.state_dict()
     for name, value in resumed.model.state_dict().items():
         assert same_bits(value, theirs[name]), name
-    decisions = [c for c in whole.callback_handler.callbacks if isinstance(c, GateFreezeCallback)]
-    assert rest[0].decision == decisions[0].decision and rest[0].history == decisions[0].history
-    assert rest[0].decision["step"] == 2 and all(m.scalar("frozen") for m in layers(resumed.model).values())
+    assert callbacks[0].decision == callback.decision and callbacks[0].history == callback.history
+    assert callback.decision["step"] == 2 and all(m.scalar("frozen") for m in layers(resumed.model).values())
     losses = [
-        [e["loss"] for e in run.state.log_history if e.get("step", 0) > at and "loss" in e] for run in (whole, resumed)
+        [e["loss"] for e in r.state.log_history if e.get("step", 0) > at and "loss" in e] for r in (run, resumed)
     ]
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] and losses[0]
 
 
 def test_a_second_training_starts_anew(tmp_path):

@@ -39,7 +39,7 @@ def test_logits_of_a_prefix_do_not_change_when_tokens_are_appended(family, gate)
 
 
 @family
-@every
+@pytest.mark.parametrize("gate", ["token", "layer", "hard", "half"])
 @torch.no_grad()
 def test_cached_generation_equals_uncached(family, gate):
     model = trained(family, gate)

@@ -31,7 +31,6 @@ FAMILY_CLASSES = {
     "deit": tf.DeiTForImageClassificationWithTeacher,
     "convnext": tf.AutoModelForImageClassification,
 }
-families = pytest.mark.parametrize("family", sorted(FAMILY_CLASSES))
 
 
 def layers(model):
@@ -71,8 +70,13 @@ def assert_same_function(loaded, model, inputs, tolerance=1e-6):
 # --- the door --------------------------------------------------------------------------------------------------------
 
 
-@families
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+HALF = ("bert", "gpt2", "llama", "t5", "swin")
+
+
+@pytest.mark.parametrize(
+    "family, dtype",
+    [(f, torch.float32) for f in sorted(FAMILY_CLASSES)] + [(f, torch.bfloat16) for f in HALF],
+)
 def test_stock_from_pretrained_gives_the_state_back(tmp_path, family, dtype):
     build(family)[0].save_pretrained(tmp_path / "plain")
     plain = FAMILY_CLASSES[family].from_pretrained(
@@ -88,8 +92,8 @@ def test_stock_from_pretrained_gives_the_state_back(tmp_path, family, dtype):
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in FAMILIES[family][1]().items()}
     assert_same_function(loaded, model, inputs)
     assert all(p.requires_grad for p in loaded.parameters())
-    automatic = FAMILY_CLASSES[family].from_pretrained(tmp_path / "patched", dtype="auto")
-    assert_equal(automatic, model)
+    if dtype != torch.float32:
+        assert_equal(FAMILY_CLASSES[family].from_pretrained(tmp_path / "patched", dtype="auto"), model)
 
 
 @pytest.mark.parametrize(
@@ -221,24 +225,22 @@ import sys, torch
 import hf_autonorm
 from transformers import AutoModelForTokenClassification
 torch.set_num_threads(1)
-folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-model = AutoModelForTokenClassification.from_pretrained(folder, dtype=dtype).eval()
-with torch.no_grad():
-    logits = model(**torch.load(folder + "/inputs.pt")).logits
-torch.save((model.state_dict(), logits), folder + "/seen.pt")
+for folder in sys.argv[1:]:
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        logits = model(**torch.load(folder + "/inputs.pt")).logits
+    torch.save((model.state_dict(), logits), folder + "/seen.pt")
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_trained_by_the_stock_trainer_loads_in_a_new_process(tmp_path, dtype):
+def train_20_steps(folder, dtype):
+    """(the trained model, its inputs, its logits); it is saved in folder/final and folder/run/checkpoint-20."""
     start = perturb_norms(tf.BertForTokenClassification(tf.BertConfig(**{**K, "num_hidden_layers": 1}, num_labels=3)))
-    start.save_pretrained(tmp_path / "start")
-    model = tf.BertForTokenClassification.from_pretrained(tmp_path / "start", dtype=getattr(torch, dtype))
-    patch(model)
+    start.save_pretrained(folder / "start")
+    model = patch(tf.BertForTokenClassification.from_pretrained(folder / "start", dtype=dtype))
     ids = torch.randint(3, 64, (8, 6), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row % 3} for row in ids]
     arguments = TrainingArguments(
-        str(tmp_path / "run"),
+        str(folder / "run"),
         max_steps=20,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
@@ -250,28 +252,31 @@ def test_a_model_trained_by_the_stock_trainer_loads_in_a_new_process(tmp_path, d
         logging_steps=20,
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row % 3} for row in ids])
     trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    inputs = {"input_ids": ids}
+    trainer.save_model(str(folder / "final"))
+    torch.save({"input_ids": ids}, folder / "final" / "inputs.pt")
     with torch.no_grad():
-        logits = model.eval()(**inputs).logits
-    for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-20"):
-        torch.save(inputs, folder / "inputs.pt")
+        return model, model.eval()(input_ids=ids).logits
+
+
+def test_models_trained_by_the_stock_trainer_load_in_a_new_process(tmp_path):
+    folders = {torch.float32: tmp_path / "float32", torch.bfloat16: tmp_path / "bfloat16"}
+    trained_ones = {dtype: train_20_steps(folder, dtype) for dtype, folder in folders.items()}
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "final"), dtype]
+    command = [sys.executable, "-c", SCRIPT, *(str(folder / "final") for folder in folders.values())]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "newly initialized" not in result.stderr and "not used" not in result.stderr
-    state, theirs = torch.load(tmp_path / "final" / "seen.pt")
-    assert state.keys() == model.state_dict().keys()
-    assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
-    torch.testing.assert_close(theirs, logits, rtol=1e-6, atol=1e-6)
-    checkpoint = tf.AutoModelForTokenClassification.from_pretrained(
-        tmp_path / "run" / "checkpoint-20", dtype=model.dtype
-    )
-    assert_equal(checkpoint, model)
+    assert "MISSING" not in result.stderr and "UNEXPECTED" not in result.stderr
+    for dtype, folder in folders.items():
+        model, logits = trained_ones[dtype]
+        state, theirs = torch.load(folder / "final" / "seen.pt")
+        assert state.keys() == model.state_dict().keys()
+        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+        torch.testing.assert_close(theirs, logits, rtol=1e-6, atol=1e-6)
+        checkpoint = folder / "run" / "checkpoint-20"
+        assert_equal(tf.AutoModelForTokenClassification.from_pretrained(checkpoint, dtype=dtype), model)
 
 
 def test_a_reloaded_model_is_an_ordinary_one(tmp_path):
