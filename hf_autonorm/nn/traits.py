@@ -118,24 +118,41 @@ def measure(norm: nn.Module, values: bool = True) -> NormTraits:
     Works on every device including meta, draws no global random number, calls no hook, leaves `norm` as it is.
     `values=False`: the parameters are not loaded yet, take none of their values for real.
     """
-    own = [t for t in (*norm._parameters.values(), *norm._buffers.values()) if t is not None]
-    if own and (not values or (all(t.is_meta for t in own) and not hasattr(norm, "_hf_hook"))):
-        # Without values all norms of one kind measure the same: a large model has many of few kinds.
-        kind = (type(norm), norm.extra_repr(), str({k: v for k, v in vars(norm).items() if not k.startswith("_")}))
-        key = (*kind, *(f"{name}{tuple(t.shape)}" for name, t in norm.state_dict(keep_vars=True).items()))
-        if key not in _MEASURED:
-            _MEASURED[key] = _measure(norm, values=False)
-        return _MEASURED[key]
-    return _measure(norm, values)
+    # Whether a class is a norm must not hang on the values it has today: one that scales its input looks like one as
+    # long as the scale is 1. Random parameters tell, once for all norms of a kind (a large model has many of few).
+    kind = _measured_kind(norm)
+    if (
+        not values
+        or all(t.is_meta for t in norm.state_dict(keep_vars=True).values())
+        and not hasattr(norm, "_hf_hook")
+    ):
+        return kind
+    return _measure(norm, kind) if norm._parameters else kind
 
 
-_MEASURED: dict[tuple, NormTraits] = {}
+_KINDS: dict[tuple, NormTraits | NotANorm] = {}
+
+
+def _measured_kind(norm: nn.Module) -> NormTraits:
+    settings = {name: value for name, value in vars(norm).items() if not name.startswith("_") and name != "training"}
+    shapes = [(name, tuple(t.shape)) for name, t in norm.state_dict(keep_vars=True).items()]
+    key = (type(norm), norm.extra_repr(), str(settings), str(shapes))
+    if key not in _KINDS:
+        try:
+            _KINDS[key] = _measure(norm)
+        except NotANorm as error:
+            _KINDS[key] = error
+    found = _KINDS[key]
+    if isinstance(found, NotANorm):
+        raise NotANorm(str(found))
+    return found
 
 
 @torch.no_grad()
-def _measure(norm: nn.Module, values: bool) -> NormTraits:
+def _measure(norm: nn.Module, kind: NormTraits | None = None) -> NormTraits:
+    """Tells the kind, from random parameters; or, given the kind, reads scale and shift off the present ones."""
     width = width_of(norm)
-    clone = stand_in(norm, values)
+    clone = stand_in(norm, values=kind is not None)
     clone.__dict__["training"] = False
     forward = type(norm).forward.__get__(clone)
     refusals = 0
@@ -146,9 +163,11 @@ def _measure(norm: nn.Module, values: bool) -> NormTraits:
         for axis, shape in _PROBES:
             if len(shape) == 2 and refusals < len(_PROBES) - 1:
                 break
+            if kind is not None and axis != kind.channel_axis:
+                continue
             shape = tuple(width if s == "D" else s for s in shape)
             try:
-                found = _measure_on(forward, shape, axis, width)
+                found = _measure_on(forward, shape, axis, width, kind)
             except Exception:  # a norm may refuse a rank in any way it likes; another probe may fit
                 refusals += 1
                 continue
@@ -162,15 +181,15 @@ def _measure(norm: nn.Module, values: bool) -> NormTraits:
                     bias=bias,
                     learns_weight=any(not _is_shift(name) for name in _vectors(clone, width)),
                     learns_bias=any(_is_shift(name) for name in _vectors(clone, width)),
-                    layout=_layout(forward, shape, axis),
+                    layout=kind.layout if kind else _layout(forward, shape, axis),
                 )
     if refusals == len(_PROBES):
         raise NotANorm("its forward takes no single tensor")
     raise NotANorm("its output is no scaled and shifted LayerNorm or RMSNorm of its input")
 
 
-def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int):
-    """(centered, weight, bias) of the norm on this shape, or None where it does something else."""
+def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int, kind: NormTraits | None):
+    """(centered, weight, bias) of the norm on this shape; None where it does something else (a known kind does not)."""
     generator = torch.Generator().manual_seed(1)
     # Signs times a large length: n(x) = ±1 whatever ε is, so one pair x, −x gives weight and bias exactly.
     signs = torch.ones(width, **_PLAIN)
@@ -186,6 +205,9 @@ def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int):
         return None
     to_rows = lambda t: t.double().movedim(axis, -1).reshape(-1, width)  # noqa: E731
     bias = (to_rows(up) + to_rows(down))[0] / 2
+    if kind is not None:
+        unit = normalize(to_rows(probe), kind.centered)[0]
+        return kind.centered, ((to_rows(up) - to_rows(down))[0] / 2 / unit).float(), bias.float()
     x = 3 + 100 * torch.randn(shape, generator=generator, **_PLAIN)
     y = to_rows(forward(x))
     for centered in (True, False):
