@@ -189,7 +189,7 @@ def _measure(norm: nn.Module, kind: NormTraits | None = None) -> NormTraits:
 
 
 def _measure_on(forward, shape: tuple[int, ...], axis: int, width: int, kind: NormTraits | None):
-    """(centered, weight, bias) of the norm on this shape; None where it does something else (a known kind does not)."""
+    """(centered, weight, bias) of the norm on this shape; None where it does something else (no known kind does)."""
     generator = torch.Generator().manual_seed(1)
     # Signs times a large length: n(x) = ±1 whatever ε is, so one pair x, −x gives weight and bias exactly.
     signs = torch.ones(width, **_PLAIN)

@@ -1,4 +1,4 @@
-"""Models whose weights accelerate keeps elsewhere: a patch reads the real values, and its own tensors are where it computes."""
+"""Models whose weights accelerate keeps elsewhere: a patch reads the real values and computes where the model does."""
 
 import copy
 
