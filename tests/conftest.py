@@ -32,8 +32,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of shared data: $HF_AUTONORM_SHARED, or `shared` beside the repository."""
+    """The folder of shared data: $HF_AUTONORM_SHARED, or `shared` beside the repository.
+
+    A user's clone has none, its tests skip; where HF_AUTONORM_REQUIRE_SHARED says it must be there, they fail.
+    """
     folder = Path(os.environ.get("HF_AUTONORM_SHARED", ROOT.parent / "shared"))
     if not folder.exists():
+        if os.environ.get("HF_AUTONORM_REQUIRE_SHARED"):
+            pytest.fail(f"no folder {folder}, which this run must not do without")
         pytest.skip(f"no folder {folder}: set HF_AUTONORM_SHARED to the shared data")
     return folder
