@@ -205,10 +205,7 @@ class GateFreezeCallback(_Resumable):
             "gate_norm_weight": mean[0].item(),
             "gates_frozen": sum(layer.scalar("frozen") for _, layer in self._layers) / len(self._layers),
         }
-        values = {name: round(value, 6) for name, value in values.items()}
-        logs.update(values)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(values)  # Trainer copied the logs before the callbacks ran
+        _add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
         self._since_log, self._since_log_count = None, 0
 
     # --- the decision ------------------------------------------------------------------------------------------------
@@ -335,9 +332,7 @@ class StrengthRampCallback(_Resumable):
         **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
-            logs["strength"] = self._strength(state)
-            if state.log_history and state.log_history[-1].get("step") == state.global_step:
-                state.log_history[-1]["strength"] = logs["strength"]
+            _add_to_logs(state, logs, {"strength": self._strength(state)})
 
     def _strength(self, state: TrainerState) -> float:
         share = min(1.0, state.global_step / max(1.0, self.ratio * state.max_steps))
@@ -351,6 +346,13 @@ _NOT_PATCHED = (
     "the model that Trainer trains holds no patched layer. With model_init, patch inside it: "
     "Trainer(model_init=lambda: patch(make_model()))"
 )
+
+
+def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
+    """Beside the loss, and in the history: Trainer has copied the logs there before the callbacks run."""
+    logs.update(values)
+    if state.log_history and state.log_history[-1].get("step") == state.global_step:
+        state.log_history[-1].update(values)
 
 
 def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:

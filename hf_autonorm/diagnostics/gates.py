@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import NotPatchedError
 from ..nn.autonorm import UNCALIBRATED, autonorms
+from ..tables import AsTable
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class GateRow:
     r2: dict[str, float] | None  # by branch name; None before calibration
 
 
-class Gates(list):
+class Gates(AsTable, list):
     """Rows of `gates`; prints as a table, `.plot()` draws it."""
 
     def table(self):
@@ -44,14 +45,6 @@ class Gates(list):
                 row.name, *weights, f"{row.entropy:.4f}", "yes" if row.frozen else "no", f"{row.strength:g}", r2
             )
         return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
 
     def plot(self, path: str | None = None):
         """Weights (stacked) and entropy per layer; returns the matplotlib Figure, and writes it to `path` if given."""

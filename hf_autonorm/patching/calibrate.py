@@ -16,6 +16,7 @@ from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, valid_tokens
 from ..nn.branches import Branch
 from ..nn.wrapper import Wrapper
+from ..tables import AsTable
 from .fit_gain import RunningR2, fit_gain, tune_gains, valid_rows
 from .lockstep import Lockstep
 from .record import wrappers
@@ -37,7 +38,7 @@ class FitRow:
 
 
 @dataclass
-class CalibrationReport:
+class CalibrationReport(AsTable):
     """What `calibrate` did. Drift is the mean cosine, over valid positions, between the model's and the original's
     output at full strength: 1 is the original."""
 
@@ -57,14 +58,6 @@ class CalibrationReport:
             numbers = ("" if number is None else f"{number:.4g}" for number in (row.alpha, row.gain))
             table.add_row(row.name, row.branch, f"{row.r2:.4f}", *numbers)
         return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:

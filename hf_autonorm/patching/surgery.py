@@ -19,6 +19,7 @@ from ..nn.branches import BRANCHES
 from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper
+from ..tables import AsTable
 from .record import update_record, wrappers
 from .renaming import mark_renamed
 from .survey import Survey, Target
@@ -38,7 +39,7 @@ class PlanRow:
     reason: str | None  # why it is left alone; None where it is patched
 
 
-class Plan(list):
+class Plan(AsTable, list):
     """Rows of `plan`; prints as a table."""
 
     @property
@@ -68,14 +69,6 @@ class Plan(list):
                 f"{row.added_parameters:,}" if row.reason is None else "",
             )
         return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
 
 
 def resolve_config(
