@@ -9,6 +9,7 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from .config import in_range
 from .errors import ConfigError, NotPatchedError
 from .nn.autonorm import AutoNorm, autonorms
 from .patching.record import wrappers
@@ -91,8 +92,7 @@ class GateFreezeCallback(_Resumable):
             raise ConfigError(f"rule={rule!r} is unknown; choose one of {', '.join(RULES)}")
         if scope not in SCOPES:
             raise ConfigError(f"scope={scope!r} is unknown; choose one of {', '.join(SCOPES)}")
-        if isinstance(entropy_threshold, bool) or not entropy_threshold >= 0:
-            raise ConfigError(f"entropy_threshold={entropy_threshold!r} must be a number ≥ 0, in nats")
+        in_range("entropy_threshold", entropy_threshold, 0.0, math.inf)
         self.freeze_epoch, self.freeze_step = freeze_epoch, freeze_step
         self.entropy_threshold, self.rule, self.scope = entropy_threshold, rule, scope
         self._reset()
@@ -297,10 +297,10 @@ class StrengthRampCallback(_Resumable):
     _attributes = ("start",)
 
     def __init__(self, end: float = 1.0, ratio: float = 0.6) -> None:
-        if isinstance(end, bool) or not 0 <= end <= 1:
-            raise ConfigError(f"end={end!r} must be a number in [0, 1]")
-        if isinstance(ratio, bool) or not 0 < ratio <= 1:
-            raise ConfigError(f"ratio={ratio!r} must be a number in (0, 1]")
+        in_range("end", end, 0.0, 1.0)
+        in_range("ratio", ratio, 0.0, 1.0)
+        if ratio == 0:
+            raise ConfigError("ratio=0 is no ramp; to change the strength at once call set_strength(model, …)")
         self.end, self.ratio = end, ratio
         self.start: float | None = None
 

@@ -22,7 +22,8 @@ def _choice(name: str, value: Any, known: tuple[str, ...]) -> None:
         )
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
+def in_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ConfigError unless `value` is a number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must be a number in [{low}, {high}]")
 
@@ -93,11 +94,11 @@ class GateConfig(_Strict):
             raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")
         if self.hidden >= 1 and int(self.hidden) != self.hidden:
             raise ConfigError(f"hidden={self.hidden!r} must be a whole number ≥ 1 or a share of the width in (0, 1)")
-        _in_range("init_norm_weight", self.init_norm_weight, 0.0, 1.0)
+        in_range("init_norm_weight", self.init_norm_weight, 0.0, 1.0)
         if self.kind == "fixed":
             if self.value is None:
                 raise ConfigError("kind='fixed' needs value=…, the constant weight of the original norm in [0, 1]")
-            _in_range("value", self.value, 0.0, 1.0)
+            in_range("value", self.value, 0.0, 1.0)
         else:
             if self.value is not None:
                 raise ConfigError(f"value={self.value!r} is only read with kind='fixed', not with {self.kind!r}")
@@ -174,7 +175,7 @@ class PatchConfig(_Strict):
                     raise ConfigError(
                         f"{name}={rule!r} is no regular expression ({error}); for exact names pass a list, [{rule!r}]"
                     ) from None
-        _in_range("strength", self.strength, 0.0, 1.0)
+        in_range("strength", self.strength, 0.0, 1.0)
         if (
             isinstance(self.dyt_alpha, bool)
             or not isinstance(self.dyt_alpha, (int, float))

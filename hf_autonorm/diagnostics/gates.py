@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import NotPatchedError
 from ..nn.autonorm import UNCALIBRATED, autonorms
+from ..patching.record import wrappers
 from ..tables import AsTable
 
 
@@ -59,6 +60,7 @@ def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
     Without `batches`: of the last training forward (at the start: the initial ones). With them: over those batches,
     in eval mode. Returns rows (name, weights, entropy, frozen, strength, r2).
     """
+    wrappers(model)  # refuses what is no model
     layers = autonorms(model)
     if not layers:
         raise NotPatchedError(f"{type(model).__name__} holds no AutoNorm layer; call patch(model) first")

@@ -52,6 +52,8 @@ class CalibrationReport(AsTable):
         from rich.table import Table
 
         table = Table(title=f"cosine with the original's output: {self.cosine_before:.4f} → {self.cosine_after:.4f}")
+        if self.never_called:
+            table.caption = f"not called on these batches, and not fitted: {', '.join(self.never_called)}"
         for column in ("module", "branch", "R²", "α", "gain"):
             table.add_column(column, justify="left" if column in ("module", "branch") else "right")
         for row in self.rows:
@@ -96,6 +98,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             uncalibrated = [forward(model, batch) for batch in batches]
             report = CalibrationReport(cosine_before=_cosine(originals, uncalibrated, masks))
             fitted = _fit_in_lockstep(model, found, batches, masks, kept, report)
+            if not report.rows:
+                raise ConfigError(
+                    "calibrate found nothing to fit on: in these batches no patched module was called with two or "
+                    "more finite, unmasked tokens. Pass real inputs of the model, e.g. [tokenizer(texts, …)]"
+                )
             if any(isinstance(wrapper, Correction) for _, wrapper in found):
                 fitted = _tune_gains(model, found, batches, masks, kept, originals, report)
         except BaseException:

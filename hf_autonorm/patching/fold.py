@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import GateConfig
-from ..errors import ConfigError, NotPatchedError
+from ..config import GateConfig, in_range
+from ..errors import NotPatchedError
 from ..nn.autonorm import AutoNorm, autonorms
 from .calibrate import forward, undisturbed
 from .record import update_record, wrappers
@@ -28,12 +28,11 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
     Args:
         model: a patched model; changed in place.
         batches: model inputs; without them only gates whose weights are free of the input are judged.
-        tolerance: largest deviation of a weight from 1, in [0, 0.5).
+        tolerance: largest deviation of a weight from 1, at most 0.49.
 
     Returns the model (or the original, where the model itself was the wrapped norm).
     """
-    if isinstance(tolerance, bool) or not 0 <= tolerance < 0.5:
-        raise ConfigError(f"tolerance={tolerance!r} must be a number in [0, 0.5)")
+    in_range("tolerance", tolerance, 0.0, 0.49)
     found = wrappers(model)
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; there is nothing to fold")

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..nn.wrapper import Wrapper
 
 QUANT_METHOD = "autonorm"
@@ -23,6 +24,8 @@ BESIDE = "autonorm_config"
 
 def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
     """All wrappers with their names, each object once, in the model's order."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"a model must be an nn.Module, got {type(model).__name__}")
     return [(name, m) for name, m in model.named_modules() if isinstance(m, Wrapper)]
 
 

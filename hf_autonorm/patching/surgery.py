@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import PatchConfig
+from ..config import PatchConfig, in_range
 from ..errors import ConfigError, NoMatchError, NotPatchedError, UnsupportedError
 from ..nn.affine import AffineLike, Correction, NormLike
 from ..nn.autonorm import AutoNorm, MaskHolder
@@ -153,9 +154,21 @@ def patch(
     survey, targets = _targets(model, config, example_inputs)
     wanted = [t for t in targets if t.reason is None]
     if not wanted:
-        if any(t.reason == "already patched" for t in targets):
+        done = [t.module for t in targets if t.reason == "already patched"]
+        if done and all(getattr(module, "patch_config", config) == config for module in done):
             return model
+        if done:
+            raise NoMatchError(
+                f"all {len(done)} candidates are already patched, with other settings; call unpatch(model) first, or "
+                "set_strength(model, …) to change the strength alone"
+            )
         raise NoMatchError(_nothing_to_patch(config, targets))
+    if hasattr(model, "peft_config"):
+        warnings.warn(
+            "the model carries a PEFT adapter: PEFT saves the adapter alone, without this patch. Patch before PEFT, "
+            "or save after merge_and_unload()",
+            stacklevel=2,
+        )
     built = [(target, _build(survey, target, config)) for target in wanted]
     result = _swap(survey, model, {id(target.module): wrapper for target, wrapper in built})
     try:
@@ -191,8 +204,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def set_strength(model: nn.Module, strength: float) -> None:
     """Sets λ of every wrapper: 0 is the original bit for bit, 1 the paper's formula."""
-    if isinstance(strength, bool) or not 0 <= strength <= 1:
-        raise ConfigError(f"strength={strength!r} must be a number in [0, 1]")
+    in_range("strength", strength, 0.0, 1.0)
     found = wrappers(model)
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; call patch(model) first")

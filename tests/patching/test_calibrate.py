@@ -213,11 +213,20 @@ def test_values_that_are_no_numbers_and_constant_outputs_do_no_harm():
     x[3, 2], x[7] = float("nan"), float("inf")
     report = calibrate(model, [x])
     assert all(p.isfinite().all() for p in model.parameters()) and report.rows[0].r2 <= 1
-    for x in (torch.zeros(10, 6), torch.ones(1, 6), torch.full((10, 6), 1e4), torch.randn(1, 6).expand(10, 6)):
+    for x in (torch.zeros(10, 6), torch.full((10, 6), 1e4), torch.randn(1, 6).expand(10, 6)):
         model = patch(nn.Sequential(nn.LayerNorm(6)))
         report = calibrate(model, [x])
         assert all(p.isfinite().all() for p in model.parameters())
         assert all(row.r2 <= 1 for row in report.rows)
+
+
+@pytest.mark.parametrize("x", [torch.ones(1, 6), torch.full((9, 6), float("nan")), torch.zeros(0, 6)])
+def test_nothing_to_fit_on_is_an_error_that_changes_nothing(x):
+    model = patch(nn.Sequential(nn.LayerNorm(6)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="nothing to fit on"):
+        calibrate(model, [x])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_massive_activations_do_not_push_r2_above_one():

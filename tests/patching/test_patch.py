@@ -252,8 +252,12 @@ def test_unpatch_gives_the_same_objects_and_state_back(family):
 def test_a_second_patch_changes_nothing(family):
     model = patch(build(family)[0])
     before = snapshot(model)
-    assert patch(model) is model and patch(model, norm="dyt", strength=0.3) is model
+    assert patch(model) is model
     assert_same(before, snapshot(model))
+    for other in ({"norm": "dyt"}, {"strength": 0.3}):  # asked for something else: said, not ignored
+        with pytest.raises(NoMatchError, match="already patched, with other settings; call unpatch"):
+            patch(model, **other)
+        assert_same(before, snapshot(model))
     assert all(
         row.reason == "already patched" for row in plan(model) if "norm" in row.name or row.old_class == "AutoNorm"
     )
