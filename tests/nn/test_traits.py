@@ -188,3 +188,23 @@ class Residual(nn.LayerNorm):
 def test_what_is_no_norm_is_refused_with_a_reason(module):
     with pytest.raises(NotANorm, match=r"\w+ \w+"):
         measure(module)
+
+
+class ScalesItsInput(nn.Module):
+    """An RMSNorm of (1 + w) x: it looks like a plain one as long as w is zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        x = x * (1 + self.weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_what_a_norm_is_does_not_hang_on_its_present_values():
+    with pytest.raises(NotANorm):
+        measure(ScalesItsInput(8))
+    silent = nn.LayerNorm(8)  # its output is constant today; it is a LayerNorm all the same
+    nn.init.zeros_(silent.weight)
+    assert measure(silent).centered and not measure(silent).weight.any()
