@@ -478,3 +478,14 @@ def test_lockstep_runs_without_gradients_and_one_at_a_time():
 
     lockstep.run([work] * 4, lambda key, payloads: None)
     assert lockstep.run([], lambda key, payloads: None) == []
+
+
+def test_a_small_slope_goes_into_the_scale_and_stays_there_in_half_precision():
+    """A parameter of 0.001 would be thrown about by optimizer steps of the size of the learning rate."""
+    model = patch(nn.Sequential(nn.LayerNorm(6)))
+    calibrate(model, [300 * torch.randn(200, 6)])
+    branch = model[0].bias_branches[0]
+    assert float(branch.alpha.detach()) == 0.5 and 0 < branch.slope().item() < 0.05
+    slope = branch.slope().item()
+    model.half()
+    assert branch.alpha_scale.dtype == torch.float32 and branch.slope().item() == pytest.approx(slope, rel=1e-6)
