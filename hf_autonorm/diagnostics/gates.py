@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -91,17 +92,13 @@ def _over_batches(model: nn.Module, layers, batches: Iterable[Any]) -> dict[str,
     kept = {name: layer.statistics.clone() for name, layer in layers}
     totals = {name: torch.zeros_like(kept[name], dtype=torch.float64) for name, _ in layers}
     count = 0
-    with undisturbed(model):
-        for _, layer in layers:
-            layer._recording = True
-        try:
-            for batch in batches:
-                forward(model, batch)
-                count += 1
-                for name, layer in layers:
-                    totals[name] += layer.statistics
-        finally:
+    with undisturbed(model), contextlib.ExitStack() as stack:
+        for name, layer in layers:
+            stack.callback(layer.statistics.copy_, kept[name])
+            stack.enter_context(layer.recording())
+        for batch in batches:
+            forward(model, batch)
+            count += 1
             for name, layer in layers:
-                layer._recording = False
-                layer.statistics.copy_(kept[name])
+                totals[name] += layer.statistics
     return {name: total / max(count, 1) for name, total in totals.items()}

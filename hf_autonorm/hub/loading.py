@@ -100,13 +100,14 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
             "written by another version of hf_autonorm, or by hand"
         )
     resolved = []
+    modules = dict(model.named_modules(remove_duplicate=False))
     for entry in patches:
         config = PatchConfig.from_dict(entry["spec"])
         found = find_targets(model, config.replace(include=None, exclude=None), skeleton=True)
         candidates = {name: target for target in found for name in target.names}
         names = []
         for name in entry["modules"]:
-            own = _own_name(model, name)
+            own = _own_name(model, modules, name)
             if own is None:
                 continue
             target = candidates.get(own)
@@ -120,9 +121,8 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
     return resolved
 
 
-def _own_name(model: nn.Module, name: str) -> str | None:
-    """`name` as this model calls it; None where it belongs to another class's head."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _own_name(model: nn.Module, modules: dict[str, nn.Module], name: str) -> str | None:
+    """`name` as this model, which has these modules, calls it; None where it belongs to another class's head."""
     prefix = getattr(model, "base_model_prefix", "")
     stripped = name.removeprefix(prefix + ".") if prefix else name
     for candidate in (name, stripped, f"{prefix}.{name}" if prefix else name):
