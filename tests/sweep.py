@@ -17,7 +17,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COVERAGE = ROOT / "tests" / "COVERAGE.md"
-TIME_LIMIT = 240.0
 
 
 def entries(heads: bool) -> list[str]:
@@ -61,8 +60,13 @@ def _work(identifier: str, settings: list[str], out: Any) -> None:
     out.put(check_one(identifier, settings))
 
 
-def sweep(identifiers: list[str], settings: list[str], results: Path, workers: int) -> list[dict[str, Any]]:
-    """Checks what is not in `results` yet; returns all records, in the order of `identifiers`."""
+def sweep(
+    identifiers: list[str], settings: list[str], results: Path, workers: int, limit: float
+) -> list[dict[str, Any]]:
+    """Checks what is not in `results` yet; returns all records, in the order of `identifiers`.
+
+    limit: seconds of wall-clock time for each model.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     _warm_up()
@@ -89,8 +93,8 @@ def sweep(identifiers: list[str], settings: list[str], results: Path, workers: i
                 record = None
                 if not queue.empty():
                     record = queue.get()
-                elif time.time() - start > TIME_LIMIT:
-                    record = _no_result(identifier, f"no result in {TIME_LIMIT:g} s")
+                elif time.time() - start > limit:
+                    record = _no_result(identifier, f"no result in {limit:g} s")
                 elif not process.is_alive() and queue.empty():
                     record = _no_result(identifier, f"died ({process.exitcode})")
                 if record is not None:
@@ -207,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "sweep.jsonl")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model, all settings together")
     parser.add_argument("--settings", nargs="+", default=["norm", "norm+linear"])
     parser.add_argument("--heads", action="store_true", help="every task head, not one for each model type")
     parser.add_argument("--only", nargs="+", help="ids or parts of them")
@@ -220,7 +225,7 @@ def main() -> None:
         done = {r["id"]: r for r in map(json.loads, args.results.read_text().splitlines())}
         records = [done[i] for i in chosen if i in done]
     else:
-        records = sweep(chosen, args.settings, args.results, args.workers)
+        records = sweep(chosen, args.settings, args.results, args.workers, args.limit)
     text = report(records, args.settings, len(chosen))
     if args.only or args.every > 1:
         print(text)
