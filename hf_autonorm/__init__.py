@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
+from .diagnostics.divergence import diagnose
 from .diagnostics.gates import gates
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
 from .hub.saving import from_pretrained, save_pretrained
@@ -22,6 +23,7 @@ __all__ = [
     "PatchConfig",
     "StrengthRampCallback",
     "calibrate",
+    "diagnose",
     "fold",
     "from_pretrained",
     "gates",

@@ -53,6 +53,40 @@ def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | 
     return _finish(figure, path)
 
 
+def plot_diagnosis(diagnosis: Any, path: str | None = None, most: int = 40):
+    """The `most` diverging layers, ranked, and the norms' R²; see `Diagnosis.plot`."""
+    from matplotlib.figure import Figure
+
+    rows, norms = diagnosis.layers[:most], diagnosis.norms[:most]
+    heights = [max(1, len(rows)), *([max(1, len(norms))] if norms else [])]
+    figure = Figure(figsize=(11, 2.2 + 0.19 * sum(heights)), layout="constrained")
+    top, *bottom = figure.subfigures(len(heights), 1, height_ratios=[4 + h for h in heights], squeeze=False)[:, 0]
+    panels = (
+        ("divergence", "divergence (sine of the angle that\nno learning rate mends)", "linear"),
+        ("factor", "‖x‖²+1: mean, and one standard deviation", "log"),
+        ("cosine", "cosine of the whole step with −∂L/∂z", "linear"),
+        ("interference", "interference of other samples / own step", "log"),
+    )
+    all_axes = top.subplots(1, len(panels), sharey=True)
+    for axes, (name, label, scale) in zip(all_axes, panels):
+        errors = [row.factor * row.spread for row in rows] if name == "factor" else None
+        axes.barh(range(len(rows)), [getattr(row, name) for row in rows], xerr=errors, height=0.8, color="0.45")
+        axes.set_xlabel(label, fontsize=7)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.set_xscale(scale)
+    all_axes[0].set_yticks(range(len(rows)), [_short(row.name) for row in rows], fontsize=6)
+    all_axes[0].invert_yaxis()
+    top.suptitle(f"Divergence by layer (loss: {diagnosis.loss})", fontsize=10)
+    for part in bottom:
+        axes = part.subplots()
+        axes.barh(range(len(norms)), [norm.r2 for norm in norms], height=0.8, color="tab:blue")
+        axes.set_yticks(range(len(norms)), [_short(norm.name) for norm in norms], fontsize=6)
+        axes.set_xlim(min(0.0, min(norm.r2 for norm in norms)), 1)
+        axes.set_xlabel("dytness: R² of the best Dynamic Tanh", fontsize=7)
+        axes.invert_yaxis()
+    return _finish(figure, path)
+
+
 def _short(name: str) -> str:
     return name if len(name) <= 28 else "…" + name[-27:]
 

@@ -118,6 +118,24 @@ class Correction(Wrapper):
     def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:
         raise NotImplementedError
 
+    def _squares(self, x: Tensor) -> Tensor:
+        """‖x‖² of what each output sees, broadcastable to the output."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step_factor(self, x: Tensor) -> Tensor:
+        """How far one SGD step on a sample alone moves its own output, in units of −ηδ (δ = ∂L/∂z).
+
+        With z = W u + c·b this is ‖u‖² + c²: ‖x‖² + 1 at λ = 0 (the paper's sample-wise bias), at λ = 1 and gain 1
+        it is 1 for affine-like and 2 for norm-like layers with a bias. Shape: the output's, with 1 on the channel
+        axis (or the output's channels, where a convolution has groups); float64.
+        """
+        biased = has_bias(self.original)
+        constant = self.form == "affine_like" and biased
+        squares = self._squares(x)
+        d = divisor(squares, constant, self.scalar("strength"), self.scalar("gain"))
+        return squares / d**2 + (1 / d**2 if constant else float(biased))
+
     @torch.no_grad()
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """(u, c): at full strength the layer gives gain·u + c. c is the bias in the norm-like form, else 0."""
@@ -172,9 +190,12 @@ class AffineLike(Correction):
 
     channel_axis = -1
 
+    def _squares(self, x: Tensor) -> Tensor:
+        return squared_norm(x)
+
     def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:
         constant = self.form == "affine_like" and has_bias(self.original)
-        d = divisor(squared_norm(x), constant, strength, gain)
+        d = divisor(self._squares(x), constant, strength, gain)
         # W(x/d) + b = f(x/d): the bias stays outside without being known, and nothing cancels at small ‖x‖.
         if not constant:
             return original(divide(x, d))

@@ -48,13 +48,13 @@ class PatchNorm(Correction):
         biased = has_bias(self.original)
         constant = self.form == "affine_like" and biased
         with torch.autocast(x.device.type, enabled=False):
-            squares = self._patch_squares(x)
+            squares = self._squares(x)
             d = divisor(squares, constant, strength, gain)
         if constant or not biased:
             return divide(original(x), d, in_place=is_plain(self.original, _CLASSES))
         return self._keep_bias_out(x, original, d)
 
-    def _patch_squares(self, x: Tensor) -> Tensor:
+    def _squares(self, x: Tensor) -> Tensor:
         """‖x_p‖² of each output position, in float64: (batch, 1 or out_channels, *positions), or without the batch."""
         conv = innermost(self.original)
         spatial, groups = len(conv.kernel_size), conv.groups

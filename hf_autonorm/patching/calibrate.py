@@ -290,7 +290,7 @@ def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRo
     rows = []
     for index, (branch_name, branch) in enumerate(zip(layer.branch_names, layer.bias_branches)):
         if branch.pointwise:
-            r2 = _fit_pointwise(branch, x, y)
+            r2 = fit_pointwise(branch, x, y)
         else:
             view = x.T[None] if branch.channel_axis == 1 else x[None]
             output = branch(view)[0]
@@ -306,7 +306,7 @@ def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRo
     return rows
 
 
-def _fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
+def fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
     """α by search, weight and bias per channel in closed form; returns R² of the branch as it stands after it."""
     centered = branch.bias is not None
 
