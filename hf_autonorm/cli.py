@@ -137,6 +137,27 @@ def gates(
     parts.show(rows, as_json)
 
 
+@app.command(epilog="Example:  hf-autonorm diagnose bert-base-uncased --texts sentences.txt --plot divergence.png")
+def diagnose(
+    model: Model,
+    texts: Texts = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank the affine layers by how far their SGD steps are from the gradient's, and the norms by their dytness."""
+    from . import diagnose as look
+
+    if texts is None:
+        raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
+    diagnosis = look(parts.load(model), parts.batches(model, texts))
+    if plot is not None:
+        diagnosis.plot(str(plot))
+    if as_json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        out.print(diagnosis.table())
+
+
 @app.command(epilog="Example:  hf-autonorm unpatch my-bert my-stock-bert")
 def unpatch(model: Model, output: Out, as_json: Json = False) -> None:
     """Take the patch out again; the result is a stock model with its (trained) own norms."""

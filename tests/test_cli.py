@@ -99,6 +99,16 @@ def test_card(capsys, stock, tmp_path):
     assert "Mine." in readme.read_text() and "| accuracy | 0.9 | 0.8 | +0.1 |" in readme.read_text()
 
 
+def test_diagnose(capsys, stock, texts, tmp_path):
+    code, out, _ = run(capsys, "diagnose", stock, "--texts", texts, "--plot", tmp_path / "d.png", "--json")
+    found = json.loads(out)
+    assert code == 0 and (tmp_path / "d.png").exists() and len(found["norms"]) == 5
+    layers = [row["name"] for row in found["layers"]]
+    assert "bert.encoder.layer.0.attention.self.query" in layers and "classifier" in layers
+    code, out, _ = run(capsys, "diagnose", stock, "--texts", texts)
+    assert code == 0 and "Divergence" in out and "Dytness" in out
+
+
 def test_tables_for_people(capsys, stock):
     code, out, _ = run(capsys, "plan", stock, "--exclude", ".*embeddings.*")
     assert code == 0 and "4 modules to patch" in out and "left alone" in out
@@ -118,6 +128,7 @@ def test_env(capsys):
         (["gates", "STOCK"], 1, "call patch(model) first"),
         (["card", "STOCK", "--metric", "accuracy"], 2, "name=value"),
         (["calibrate", "STOCK", "OUT"], 2, "--texts"),
+        (["diagnose", "STOCK"], 2, "--texts"),
         (["plann"], 2, "plan"),
         (["plan"], 2, "MODEL"),
     ],
@@ -136,7 +147,9 @@ def test_debug_shows_the_traceback(stock):
         cli.main(["plan", str(stock), "--include", "nothing", "--debug"])
 
 
-@pytest.mark.parametrize("verb", ["", "plan", "patch", "calibrate", "gates", "unpatch", "card", "demo", "env"])
+@pytest.mark.parametrize(
+    "verb", ["", "plan", "patch", "calibrate", "gates", "diagnose", "unpatch", "card", "demo", "env"]
+)
 def test_help_teaches(capsys, verb):
     code, out, _ = run(capsys, *([verb] if verb else []), "--help")
     assert code == 0 and ("Example:" in out or not verb) and f"hf-autonorm {verb}".strip() in " ".join(out.split())
