@@ -74,7 +74,9 @@ def sweep(
     done = {}
     if results.exists():
         done = {r["id"]: r for r in map(json.loads, results.read_text().splitlines())}
-    pending = [i for i in identifiers if i not in done]
+    # A record without some of the settings is completed; one that ended in an error stands.
+    lacking = {i: [s for s in settings if s not in done.get(i, {}).get("settings", {})] for i in identifiers}
+    pending = [i for i in identifiers if lacking[i] and "error" not in done.get(i, {})]
     context = multiprocessing.get_context("fork")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     running: list[tuple[str, Any, Any, float]] = []
@@ -84,7 +86,7 @@ def sweep(
             while pending and len(running) < workers:
                 identifier = pending.pop(0)
                 queue = context.SimpleQueue()
-                process = context.Process(target=_work, args=(identifier, settings, queue), daemon=True)
+                process = context.Process(target=_work, args=(identifier, lacking[identifier], queue), daemon=True)
                 process.start()
                 running.append((identifier, process, queue, time.time()))
                 progress.update(task, description=identifier)
@@ -101,6 +103,7 @@ def sweep(
                     process.kill()
                     process.join()
                     running.remove(item)
+                    record["settings"] = done.get(identifier, {}).get("settings", {}) | record["settings"]
                     done[identifier] = record
                     file.write(json.dumps(record) + "\n")
                     file.flush()
@@ -212,7 +215,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "sweep.jsonl")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model, all settings together")
-    parser.add_argument("--settings", nargs="+", default=["norm", "norm+linear"])
+    parser.add_argument("--settings", nargs="+", default=["norm", "norm+linear", "conv"])
     parser.add_argument("--heads", action="store_true", help="every task head, not one for each model type")
     parser.add_argument("--only", nargs="+", help="ids or parts of them")
     parser.add_argument("--report", action="store_true", help="check nothing, write COVERAGE.md from what there is")
