@@ -10,6 +10,7 @@ from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
 from .diagnostics.divergence import diagnose
 from .diagnostics.gates import gates
+from .diagnostics.stationarity import StationarityCallback
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
 from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
@@ -21,6 +22,7 @@ __all__ = [
     "GateConfig",
     "GateFreezeCallback",
     "PatchConfig",
+    "StationarityCallback",
     "StrengthRampCallback",
     "calibrate",
     "diagnose",
