@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -140,6 +141,12 @@ class GateFreezeCallback(_Resumable):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         layers = _learning_gates(kwargs["model"])
+        if not any(p.requires_grad for _, layer in layers for p in layer.bias_gate.parameters()):
+            warnings.warn(
+                "GateFreezeCallback: no gate is trainable, so freezing changes nothing. LoRA freezes what it does not "
+                "adapt: name the norms in its modules_to_save, or set requires_grad of the gates",
+                stacklevel=2,
+            )
         if self.freeze_epoch is not None and self.rule != "never" and not _has_length(kwargs.get("train_dataloader")):
             raise ConfigError(
                 f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so no epochs; use freeze_step"
@@ -313,6 +320,13 @@ class StrengthRampCallback(_Resumable):
         found = wrappers(kwargs["model"])
         if not found:
             raise NotPatchedError(_NOT_PATCHED)
+        added = [p for _, wrapper in found for p in wrapper.new_parameters()]
+        if added and not any(p.requires_grad for p in added):
+            warnings.warn(
+                "StrengthRampCallback: no parameter of the patch is trainable, so what the ramp brings in does not "
+                "learn. LoRA freezes what it does not adapt: name the norms in its modules_to_save",
+                stacklevel=2,
+            )
         self.start = None
         if not self.restore(state) or self.start is None:
             self.start = found[0][1].scalar("strength")
@@ -359,6 +373,11 @@ def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
     layers = [(name, layer) for name, layer in autonorms(model) if layer.bias_gate.learns]
     if layers:
         return layers
+    if wrappers(model) and all(layer.replaces for _, layer in autonorms(model)):
+        raise NotPatchedError(
+            "there is no gate to freeze: the patch replaces modules (norm='dyt', linear=…), it does not weigh them. "
+            "Leave GateFreezeCallback out, or patch with norm='autonorm'"
+        )
     if autonorms(model):
         raise NotPatchedError(
             "the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out"
