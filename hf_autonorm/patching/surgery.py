@@ -145,6 +145,10 @@ def patch(
     state. A module that would not be called, or not be right, is left alone; `plan` prints the reason. Called again,
     it patches what is still unpatched.
 
+    PEFT goes on top: patch, save, then LoRA. A linear layer that is patched itself is targeted by the layer inside it,
+    `target_modules=["query.original"]` (or "all-linear"); PEFT refuses the wrapper, around which a merge would be
+    wrong. Norms named in `modules_to_save` go on training their gates.
+
     Raises:
         ConfigError: a setting is unknown or out of range.
         NoMatchError: a rule matches nothing in this model.
