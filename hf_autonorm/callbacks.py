@@ -141,6 +141,7 @@ class GateFreezeCallback(_Resumable):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         layers = _learning_gates(kwargs["model"])
+        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
         if not any(p.requires_grad for _, layer in layers for p in layer.bias_gate.parameters()):
             warnings.warn(
                 "GateFreezeCallback: no gate is trainable, so freezing changes nothing. LoRA freezes what it does not "
@@ -320,6 +321,7 @@ class StrengthRampCallback(_Resumable):
         found = wrappers(kwargs["model"])
         if not found:
             raise NotPatchedError(_NOT_PATCHED)
+        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
         added = [p for _, wrapper in found for p in wrapper.new_parameters()]
         if added and not any(p.requires_grad for p in added):
             warnings.warn(
@@ -360,6 +362,19 @@ _NOT_PATCHED = (
     "the model that Trainer trains holds no patched layer. With model_init, patch inside it: "
     "Trainer(model_init=lambda: patch(make_model()))"
 )
+
+
+def _require_in_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Raises ConfigError where the optimizer holds the model's parameters, but none that the patch added."""
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    added = [p for _, wrapper in wrappers(model) for p in wrapper.new_parameters() if p.requires_grad]
+    if added and any(id(p) in held for p in model.parameters()) and not any(id(p) in held for p in added):
+        raise ConfigError(
+            f"the optimizer holds none of the {len(added)} trainable parameters that the patch added: was it made "
+            "before patch? Make it (or the Trainer) after it; to keep them as they are, set their requires_grad to False"
+        )
 
 
 def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:

@@ -109,10 +109,12 @@ def test_convolutions_of_another_contract_stay(entry):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "gemma"])
 def test_a_patched_models_vocabulary_can_be_resized(family, tie):
     model, inputs = build(family, tie_word_embeddings=tie)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied or not tie
     patch(model, linear="affine_like", heads=True)
     old = [m.weight.detach().clone() for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     model.resize_token_embeddings(70)
     assert model(**inputs).logits.shape[-1] == 70
     for before, module in zip(old, (model.get_input_embeddings(), model.get_output_embeddings())):
         assert same_bits(module.weight[: len(before)].detach(), before)
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tie
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
