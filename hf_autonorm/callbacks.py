@@ -373,7 +373,7 @@ def _require_in_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     if added and any(id(p) in held for p in model.parameters()) and not any(id(p) in held for p in added):
         raise ConfigError(
             f"the optimizer holds none of the {len(added)} trainable parameters that the patch added: was it made "
-            "before patch? Make it (or the Trainer) after it; to keep them as they are, set their requires_grad to False"
+            "before patch? Make it (or the Trainer) after it; to keep them as they are, set requires_grad to False"
         )
 
 
