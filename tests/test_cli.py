@@ -142,6 +142,20 @@ def test_errors(capsys, stock, tmp_path, arguments, code, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "content, words",
+    [(None, "No such file"), (b"", "holds no text"), (b"\xff\xfe\x00", "no UTF-8 text"), ("folder", "directory")],
+)
+def test_a_text_file_that_cannot_be_read_is_named(capsys, stock, tmp_path, content, words):
+    file = tmp_path / "my texts.txt"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    code, _, err = run(capsys, "patch", stock, tmp_path / "out", "--texts", file)
+    assert code == 1 and f"--texts {file}" in err and words in err and not (tmp_path / "out").exists()
+
+
 def test_debug_shows_the_traceback(stock):
     with pytest.raises(ValueError, match="matches none"):
         cli.main(["plan", str(stock), "--include", "nothing", "--debug"])

@@ -27,7 +27,9 @@ from ..nn.patchnorm import PatchNorm, innermost
 from ..nn.traits import NormTraits, measure
 from ..nn.wrapper import Wrapper
 from ..patching.affine_targets import is_conv1d
-from ..patching.calibrate import fit_pointwise, forward, main_output, undisturbed
+from ..patching.batches import as_batches, attention_mask, forward
+from ..patching.calibrate import main_output, undisturbed
+from ..patching.fit_branch import fit_pointwise
 from ..patching.fit_gain import valid_rows
 from ..patching.targets import find_targets
 from ..tables import AsTable
@@ -128,7 +130,7 @@ def diagnose(model: nn.Module, batches: Iterable[Any], loss: Callable[[Any, Any]
     Raises ConfigError for no batch or a loss that is no differentiable scalar, UnsupportedError for a model without
     an affine layer.
     """
-    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    batches = list(as_batches(batches))
     if not batches:
         raise ConfigError("diagnose got no batch; pass an iterable of model inputs, e.g. [tokenizer(texts, …)]")
     watches = [_LayerWatch(name, module) for name, module in _affine_layers(model)]
@@ -140,7 +142,7 @@ def diagnose(model: nn.Module, batches: Iterable[Any], loss: Callable[[Any, Any]
         for watch in (*watches, *norms):
             stack.callback(watch.module.register_forward_hook(watch.called, with_kwargs=True).remove)
         for batch in batches:
-            mask = valid_tokens(batch.get("attention_mask")) if isinstance(batch, Mapping) else None
+            mask = valid_tokens(attention_mask(model, batch))
             for watch in (*watches, *norms):
                 watch.mask = mask
             with torch.enable_grad():
@@ -186,9 +188,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, NormTr
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Tensor, str]:
     pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    output = model(batch[0]) if pair and not isinstance(batch[0], Mapping) else None
-    if output is None:
-        output = model(**batch[0]) if pair else forward(model, batch)
+    output = forward(model, batch)
     said = "the given one" if loss is not None else "the model's own"
     value = loss(output, batch) if loss is not None else None
     if loss is None and isinstance(output, Mapping):

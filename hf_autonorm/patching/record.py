@@ -60,7 +60,7 @@ def read_record(config: Any) -> dict[str, Any] | None:
 
 
 def update_record(model: nn.Module) -> None:
-    """Makes every config that describes `model`, a part of it, or a model it is part of, say what is patched now.
+    """Makes every config of `model`, of a part of it, or of a model that shares a part of it, say what is patched now.
 
     The config objects are copied first (an unpatched model may share them), all modules of the tree switch to the
     copy.
@@ -70,7 +70,8 @@ def update_record(model: nn.Module) -> None:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """`model`, or the outermost models in memory that contain it: `patch(model.encoder)` concerns `model`."""
+    """`model` and the outermost models in memory that share a module with it: `patch(model.encoder)` concerns `model`,
+    and a shallow copy, or a second head on the same backbone, is patched along."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -82,9 +83,10 @@ def _roots(model: nn.Module) -> list[nn.Module]:
         kinds.add(kind)
         pending += kind.__subclasses__()
     models = [o for o in gc.get_objects() if type(o) in kinds]
-    above = [o for o in models if o is not model and any(m is model for m in o.modules())]
-    outermost = [o for o in above if not any(m is o for other in above if other is not o for m in other.modules())]
-    return outermost or [model]
+    own = {id(m) for m in model.modules()}
+    inside = {id(o): {id(m) for m in o.modules()} for o in [*models, model]}
+    concerned = {id(o): o for o in [*models, model] if not own.isdisjoint(inside[id(o)])}
+    return [o for key, o in concerned.items() if not any(key in inside[k] for k in concerned if k != key)]
 
 
 def _update_root(root: nn.Module) -> None:

@@ -19,7 +19,7 @@ from ..nn.autonorm import AutoNorm, MaskHolder
 from ..nn.branches import BRANCHES
 from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
-from ..nn.wrapper import Wrapper
+from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
 from .record import update_record, wrappers
 from .renaming import mark_renamed
@@ -113,6 +113,7 @@ def plan(
     return rows
 
 
+@outside_inference_mode
 def patch(
     model: nn.Module,
     norm: str | None = _UNSET,
@@ -144,6 +145,10 @@ def patch(
     state. A module that would not be called, or not be right, is left alone; `plan` prints the reason. Called again,
     it patches what is still unpatched.
 
+    PEFT goes on top: patch, save, then LoRA. A linear layer that is patched itself is targeted by the layer inside it,
+    `target_modules=["query.original"]` (or "all-linear"); PEFT refuses the wrapper, around which a merge would be
+    wrong. Norms named in `modules_to_save` go on training their gates.
+
     Raises:
         ConfigError: a setting is unknown or out of range.
         NoMatchError: a rule matches nothing in this model.
@@ -167,7 +172,7 @@ def patch(
         warnings.warn(
             "the model carries a PEFT adapter: PEFT saves the adapter alone, without this patch. Patch before PEFT, "
             "or save after merge_and_unload()",
-            stacklevel=2,
+            stacklevel=3,
         )
     built = [(target, _build(survey, target, config)) for target in wanted]
     result = _swap(survey, model, {id(target.module): wrapper for target, wrapper in built})
