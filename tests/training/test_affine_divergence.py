@@ -63,7 +63,7 @@ def records_of(folder):
     return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
 
 
-# --- one run ----------------------------------------------------------------------------------------------------------
+# --- one run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["fc", "conv"])
@@ -155,7 +155,7 @@ def test_all_methods_see_the_same_batches(images, monkeypatch):
     assert all(order == orders[0] for order in orders)
 
 
-@pytest.mark.parametrize("lr, method", [(1e30, "none"), (1e30, "batch_norm"), (1e39, "affine_like")])
+@pytest.mark.parametrize("lr, method", [(1e30, "none"), (1e30, "batch_norm"), (1e38, "affine_like")])
 def test_a_run_that_diverges_counts_with_chance(images, lr, method):
     run = dataclasses.replace(RUN, activation="leaky_relu", method=method, lr=lr, epochs=3)
     outcome = train(run, images.to_float("cpu"))
@@ -195,7 +195,7 @@ def test_too_few_or_other_rows_are_named(tiny_cifar, tmp_path):
     assert not (tmp_path / "images.pt").exists()
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def play(scale, best_of):
@@ -226,18 +226,18 @@ def test_the_plan_ends_and_has_every_method_at_every_seed(name):
         assert {16, 1024} <= sizes
 
 
-def test_rates_are_chosen_anew_for_each_batch_size_and_by_net_only_at_full_scale():
-    for name, by_net in (("cpu", False), ("full", True)):
-        scale = SCALES[name]
-        done = play(scale, lambda run: scale.rates[3 + (run.batch_size > 64) + (run.depth > 4)])
-        rates = {(r.family, r.width, r.depth, r.batch_size): r.lr for r in done if r.seed and r.method == "layer_norm"}
-        width, depth = scale.fc.middle
-        assert rates["fc", width, depth, 64] == scale.rates[3]
-        assert rates["fc", width, depth, 1024] == scale.rates[4]
-        assert rates["fc", width, 8, 64] == scale.rates[4 if by_net else 3]
+@pytest.mark.parametrize("name, by_net", [("cpu", False), ("full", True)])
+def test_rates_are_chosen_anew_for_each_batch_size_and_by_net_only_at_full_scale(name, by_net):
+    scale = SCALES[name]
+    done = play(scale, lambda run: scale.rates[3 + (run.batch_size > 64) + (run.depth > 4)])
+    rates = {(r.family, r.width, r.depth, r.batch_size): r.lr for r in done if r.seed and r.method == "layer_norm"}
+    width, depth = scale.fc.middle
+    assert rates["fc", width, depth, 64] == scale.rates[3]
+    assert rates["fc", width, depth, 1024] == scale.rates[4]
+    assert rates["fc", width, 8, 64] == scale.rates[4 if by_net else 3]
 
 
-# --- the whole, at smoke scale ----------------------------------------------------------------------------------------
+# --- the whole, at smoke scale --------------------------------------------------------------------
 
 
 def test_smoke_writes_every_run_once_and_the_report(smoke):
@@ -309,7 +309,7 @@ def test_lines_of_other_settings_are_not_mixed_in_a_report(smoke, tmp_path):
         main(["--report", "--output_dir", str(tmp_path)])
 
 
-# --- numbers of known answer ------------------------------------------------------------------------------------------
+# --- numbers of known answer ----------------------------------------------------------------------
 
 
 def made_up(accuracy, seeds=4, batches=(16, 64, 256, 1024)):
@@ -359,7 +359,7 @@ def test_effects_that_are_there_are_found():
         ("fc: affine-like loses with batch size", -0.5, "holds"),
         ("fc: affine-like loses more than none", -0.5, "holds"),
         ("conv: PatchNorm (norm-like) on par with BatchNorm (within 1 point)", -2, "does not hold"),
-        ("conv: PatchNorm (affine-like) on par with LayerNorm (within 1 point)", 2.5, "holds"),
+        ("conv: PatchNorm (affine-like) on par with LayerNorm (within 1 point)", 2.75, "holds"),
     ):
         assert found[claim][1] == outcome, (claim, found[claim])
         assert found[claim][0] == pytest.approx(points, abs=0.2), claim
@@ -367,12 +367,12 @@ def test_effects_that_are_there_are_found():
 
 def test_effects_that_are_not_there_are_rarely_found():
     outcomes = Counter()
-    for repeat in range(30):
-        records = made_up(lambda s, m, seed: 0.4 + 0.02 * noise(s, m, 1000 * repeat + seed))
-        outcomes += Counter(
-            outcome != "undecided" for claim, (_, outcome) in verdicts(records).items() if "on par" not in claim
-        )
-    assert outcomes[True] / outcomes.total() < 0.12  # 5 % is the rate of tests that are right; 16 claims each time
+    for repeat in range(0, 20_000, 1000):
+        records = made_up(lambda s, m, seed, repeat=repeat: 0.4 + 0.02 * noise(s, m, repeat + seed))
+        found = [outcome for claim, (_, outcome) in verdicts(records).items() if "on par" not in claim]
+        outcomes += Counter(outcome != "undecided" for outcome in found)
+    assert outcomes.total() == 20 * 20
+    assert outcomes[True] / outcomes.total() < 0.12  # tests that are right find 5 %
 
 
 def test_slope_and_interval_are_scipys():
