@@ -296,9 +296,15 @@ def test_resumes_where_it_was_torn(smoke, tiny_cifar, tmp_path, monkeypatch):
         records.sort(key=str)
     assert again == whole  # the same numbers in one process as in two
     trained.clear()
-    # The folder's name stands for the data, and the cache for its images: it goes on with the folder moved.
     main(arguments)
     assert not trained
+
+
+@pytest.mark.parametrize("options", [["--workers", "0"], ["--workers", "2", "--device", "cuda"]])
+def test_workers_that_cannot_be_are_refused_before_anything_is_written(options, tmp_path):
+    with pytest.raises(ValueError, match="workers="):
+        main([*options, "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_lines_of_other_settings_are_not_mixed_in_a_report(smoke, tmp_path):
