@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from training.divergence_statistics import (
-    Estimate,
     Scores,
     Setting,
     batch_slope,
-    estimate,
     final_runs,
     growth,
     lead,
@@ -21,6 +19,7 @@ from training.divergence_statistics import (
     setting_of,
     slopes_by_seed,
 )
+from training.estimates import Estimate, estimate
 
 LABELS = {
     "none": "none",

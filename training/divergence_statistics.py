@@ -18,15 +18,6 @@ class Setting(NamedTuple):
     batch_size: int
 
 
-class Estimate(NamedTuple):
-    """A mean over seeds with its 95 % interval (Student's t) and two-sided p-value against 0; NaN without a spread."""
-
-    mean: float
-    low: float
-    high: float
-    p: float
-
-
 Scores = dict[Setting, dict[str, dict[int, float]]]  # setting -> method -> seed -> test accuracy
 
 
@@ -54,16 +45,6 @@ def scores_of(finals: list[dict]) -> Scores:
     for record in finals:
         scores[setting_of(record)][record["method"]][record["seed"]] = record["test_accuracy"]
     return scores
-
-
-def estimate(values: Iterable[float]) -> Estimate:
-    values = np.asarray(list(values), dtype=float)
-    mean = float(values.mean()) if len(values) else np.nan
-    if len(values) < 2 or np.ptp(values) < 1e-12:  # without any spread there is nothing to estimate it from
-        return Estimate(mean, np.nan, np.nan, np.nan)
-    test = stats.ttest_1samp(values, 0)
-    interval = test.confidence_interval(0.95)
-    return Estimate(mean, float(interval.low), float(interval.high), float(test.pvalue))
 
 
 def lead(scores: Scores, settings: list[Setting], method: str, other: str) -> dict[int, list[float]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from training import affine_divergence, divergence_report, divergence_statistics
+from training import affine_divergence, divergence_report, divergence_statistics, estimates
 from training.affine_divergence import SCALES, as_run, cells, main, next_runs
 from training.divergence_training import METHODS, Run, affine_maps, build_net, load_images, train
 
@@ -394,7 +394,7 @@ def test_slope_and_interval_are_scipys():
     assert len(points) == 16
     assert (fit.slope, fit.pvalue) == pytest.approx((expected.slope, expected.pvalue))
     values = [0.1, 0.4, 0.35, 0.2]
-    e = divergence_statistics.estimate(values)
+    e = estimates.estimate(values)
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
     assert e[:3] == pytest.approx((np.mean(values), low, high))
     assert e.p == pytest.approx(stats.ttest_rel(values, [0] * 4).pvalue)
