@@ -385,7 +385,12 @@ def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, fl
 
 
 def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
-    layers = [(name, layer) for name, layer in autonorms(model) if layer.bias_gate.learns]
+    # PEFT's `modules_to_save` keeps the unadapted norm beside the one that runs and learns.
+    layers = [
+        (name, layer)
+        for name, layer in autonorms(model)
+        if layer.bias_gate.learns and "original_module" not in name.split(".")
+    ]
     if layers:
         return layers
     if wrappers(model) and all(layer.replaces for _, layer in autonorms(model)):

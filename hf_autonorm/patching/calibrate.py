@@ -99,7 +99,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
                     "more finite, unmasked tokens. Pass real inputs of the model, e.g. [tokenizer(texts, …)]"
                 )
             # A model that was itself made in inference mode has no gradients to tune by.
-            learns = not any(p.is_inference() for p in model.parameters())
+            learns = not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
             if learns and any(isinstance(wrapper, Correction) for _, wrapper in found):
                 fitted = _tune_gains(model, found, batches, masks, kept, originals, report)
         except BaseException:

@@ -137,7 +137,7 @@ def patch(
         linear, conv: "affine_like", "norm_like", or None (default).
         config: a PatchConfig; the other arguments change single fields of it.
         calibrate: batches to fit the patch on, see `calibrate`.
-        example_inputs: one batch (a dictionary, tensor or tuple) to run through the model first: what it shows to be
+        example_inputs: one batch, as for `calibrate`, to run through the model first: what it shows to be
             bypassed is left alone too. The source of the model's classes is read in any case.
         fields: further fields of PatchConfig.
 

@@ -149,6 +149,15 @@ def test_batches_made_in_inference_mode(form):
         assert calibrate(patch(build("vit")[0], **form), [x.clone()]).rows
 
 
+def test_a_model_loaded_in_inference_mode_is_calibrated_too(tmp_path):
+    """There its parameters may be ordinary and its buffers not."""
+    patch(build("bert")[0], linear="affine_like").save_pretrained(tmp_path)
+    with torch.inference_mode():
+        model = type(bert()).from_pretrained(tmp_path)
+    report = calibrate(model, [tokens()])
+    assert report.rows and not report.never_called and report.cosine_after > 0
+
+
 def test_the_report_says_what_was_not_called_and_what_saw_too_little():
     class Net(nn.Module):
         def __init__(self):
