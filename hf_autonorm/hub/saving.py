@@ -20,7 +20,7 @@ from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
 
-_WEIGHTS = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
+_WEIGHTS = re.compile(r"(model|pytorch_model)([.-][^/]*)?\.(safetensors|bin)(\.index\.json)?")
 _OURS = (RECORD_FILE, "assets/gates.png", "assets/gate_history.png")
 _NOT_OPTIONS = {"self", "save_directory", "is_main_process", "push_to_hub", "token", "kwargs"}
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -15,8 +16,9 @@ from .hub_storage import HubError, write
 
 @dataclass
 class Fault:
-    """What is to go wrong, from the `first` matching request on, `times` times. No status: the connection is cut when
-    half of the request's body has arrived."""
+    """What is to go wrong, from the `first` matching request on, `times` times: an answer with that status; without
+    one, the connection is cut when half of the request's body has arrived; with `action`, that is done first and all
+    goes on as usual."""
 
     method: str
     path: str
@@ -25,6 +27,7 @@ class Fault:
     times: int
     message: str
     headers: dict[str, str]
+    action: Callable[[], Any] | None = None
     seen: int = 0
 
 
@@ -51,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append(self.seen)
         fault = self.due_fault()
+        if fault is not None and fault.action is not None:
+            fault.action()
+            fault = None
         self.body = self.read_body(cut=fault is not None and fault.status is None)
         if fault is not None and fault.status is None:
             self.connection.close()

@@ -12,6 +12,7 @@ off in `environment`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -59,9 +60,10 @@ class LocalHub:
             server.shutdown()
             server.server_close()
 
-    def fail(self, method: str, path: str, status: int | None = None, *, first: int = 1, times: int = 1,
-             message: str = "made to fail", headers: dict[str, str] | None = None) -> None:  # fmt: skip
-        self.faults.append(Fault(method, path, status, first, times, message, headers or {}))
+    def fail(self, method: str, path: str, status: int | None = None, **options: Any) -> None:
+        """`first`, `times`, `message`, `headers`, `action`: see `Fault`."""
+        usual = {"first": 1, "times": 1, "message": "made to fail", "headers": {}}
+        self.faults.append(Fault(method, path, status, **usual | options))
 
     def create(self, repo_id: str, private: bool = False) -> Repository:
         with self.lock:
@@ -92,3 +94,63 @@ class LocalHub:
         command = [sys.executable, "-c", script, *map(str, arguments)]
         environment = self.environment(home, token) | extra
         return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.folder)
+
+
+_LOOP = """
+import contextlib, io, json, sys, traceback, types
+import huggingface_hub.utils._http as http
+import hf_autonorm
+slept, channel = [], sys.stdout
+http.time = types.SimpleNamespace(sleep=slept.append, time=http.time.time)  # waits are noted, not waited
+sys.stdout = sys.stderr
+for line in sys.stdin:
+    code, values = json.loads(line)
+    space, answer = {"slept": slept, **values}, {}
+    slept.clear()
+    try:
+        exec(compile(code, "<test>", "exec"), space)
+        answer["result"] = space.get("result")
+    except BaseException as error:
+        traceback.print_exc()
+        answer["error"] = [type(error).__name__, str(error)]
+    channel.write(json.dumps(answer) + "\\n")
+    channel.flush()
+"""
+
+
+class RemoteError(Exception):
+    """What was raised in the client's process; `kind` is its class."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Client:
+    """One process with the real client, for many short pieces of code; its stderr (and stdout) are kept in `log`."""
+
+    def __init__(self, hub: LocalHub, home: Path) -> None:
+        self.home, self.log = home, home / "log.txt"
+        home.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _LOOP],
+            env=hub.environment(home),
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+        )
+
+    def __call__(self, code: str, **values: Any) -> Any:
+        """Runs `code` with these values as its variables; gives back its `result` (JSON)."""
+        self.process.stdin.write(json.dumps([code, values]) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise RemoteError(*answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
