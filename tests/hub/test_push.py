@@ -301,7 +301,8 @@ def test_command_line(hub, client, repo, tmp_path):
     (folder / "notes.txt").write_text("notes")
     code = (
         "import contextlib, io\nfrom hf_autonorm import cli\nstdout = io.StringIO()\n"
-        "with contextlib.redirect_stdout(stdout):\n    cli.main(arguments)\nresult = stdout.getvalue()"
+        "with contextlib.redirect_stdout(stdout), contextlib.suppress(SystemExit):\n    cli.main(arguments)\n"
+        "result = stdout.getvalue()"
     )
     facts = json.loads(client(code, arguments=["push", str(folder), repo, "--private", "--message", "Mine", "--json"]))
     commit = hub.repositories[repo].log("main")[0]
@@ -358,7 +359,7 @@ def test_trainer_pushes_a_patched_model(hub, client, repo, tmp_path):
     code = PREPARE + (
         "import torch\nfrom transformers import Trainer, TrainingArguments\nmodel = tiny_bert()\n"
         "arguments = TrainingArguments(folder, max_steps=2, per_device_train_batch_size=2, report_to=[],\n"
-        "    save_steps=1, use_cpu=True, push_to_hub=True, hub_model_id=repo, hub_strategy='every_save', disable_tqdm=True)\n"
+        "    save_steps=1, use_cpu=True, push_to_hub=True, hub_model_id=repo, hub_strategy='every_save')\n"
         "rows = [{'input_ids': torch.arange(2, 8), 'labels': n % 2} for n in range(8)]\n"
         "trainer = Trainer(model, arguments, train_dataset=rows)\ntrainer.train()\ntrainer.push_to_hub()\n"
         "from transformers import AutoModelForSequenceClassification as A\n"
