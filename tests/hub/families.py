@@ -4,6 +4,7 @@ python -m tests.hub.families push FOLDER    # build, patch, run, push to the Hub
 python -m tests.hub.families load FOLDER    # in a fresh process with an empty cache: load, compare bits, print JSON
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -184,6 +185,8 @@ if __name__ == "__main__":
     verb, where = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    gc.collect()
+    gc.freeze()  # `patch` walks the heap for enclosing models; what the imports left there never holds one
     if verb == "push":
         push(where)
     else:
