@@ -30,23 +30,25 @@ def replacing(directory: str | os.PathLike, stale: Callable[[Path], bool]) -> It
     if not isinstance(directory, (str, os.PathLike)) or not str(directory).strip():
         raise FolderError(f"{directory!r} names no folder to save into")
     target = Path(directory).resolve()  # a link to a folder stays a link
-    in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
-    if in_the_way is not None:
-        raise FolderError(f"{in_the_way} is a file; name a folder to save into")
-    if target == Path.cwd() or target in Path.cwd().parents:
-        raise FolderError(f"{directory} is, or holds, the current directory; save into a folder below or beside it")
-    new = _beside(target, "new")
     try:
+        in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
+        if in_the_way is not None:
+            raise FolderError(f"{in_the_way} is a file; name a folder to save into")
+        if target == Path.cwd() or target in Path.cwd().parents:
+            raise FolderError(
+                f"{directory} is, or holds, the current directory; save into a folder below or beside it"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         restore(target)
         _sweep(target)
+        new = _beside(target, "new")
         new.mkdir()
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
             raise
         raise FolderError(
-            f"cannot write beside {directory} ({error.strerror}): a folder is first written under a "
-            f"temporary name in {target.parent}, which needs to be writable"
+            f"cannot write beside {directory} ({error.strerror}): a folder is first written under a temporary name in "
+            f"{target.parent}, which needs to be writable"
         ) from error
     try:
         yield new, target
