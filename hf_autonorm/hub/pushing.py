@@ -102,8 +102,9 @@ def push_to_hub(
             revision=revision,
             create_pr=create_pr,
             commit_message=commit_message or f"Upload {source.name if source else type(model).__name__}",
-            # README.md was brought up to date from this commit: words that came in between must not be lost
-            parent_commit=head.sha if head else None,
+            # README.md was brought up to date from this commit: words that came in between must not be lost. (Whoever
+            # merges a pull request sees them.)
+            parent_commit=head.sha if head and not create_pr else None,
             delete_patterns=[glob.escape(name) for name in _no_longer(head, folder)] or None,
         )
 
@@ -285,7 +286,7 @@ def _explanation(error: BaseException | None) -> str | None:
         status = error.response.status_code
         again = "the Hub has a fault of its own: push again later; what has arrived is not sent twice"
         return f"{_REMEDIES.get(status, again if status >= 500 else 'the Hub refuses it')} ({said})"
-    if type(error).__module__.split(".")[0] in ("httpx", "httpx2") or isinstance(error, ConnectionError):
+    if type(error).__module__.split(".")[0] in ("httpx", "httpx2", "hf_xet") or isinstance(error, ConnectionError):
         return f"the connection broke ({said or type(error).__name__}): push again, what has arrived is not sent twice"
     if isinstance(error, ValueError) and "README.md" in said:
         return f"the Hub refuses the card's metadata ({said})"

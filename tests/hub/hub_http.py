@@ -16,9 +16,11 @@ from .hub_storage import HubError, write
 
 @dataclass
 class Fault:
-    """What is to go wrong, from the `first` matching request on, `times` times: an answer with that status; without
-    one, the connection is cut when half of the request's body has arrived; with `action`, that is done first and all
-    goes on as usual."""
+    """What is to go wrong, from the `first` matching request on, `times` times.
+
+    With a status: that is the answer. Without: the connection is cut when half of the request's body has arrived, or half
+    of what was asked for with GET is sent. With `action`: that is done first, and all goes on as usual.
+    """
 
     method: str
     path: str
@@ -56,6 +58,9 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.due_fault()
         if fault is not None and fault.action is not None:
             fault.action()
+            fault = None
+        self.halved = fault is not None and fault.status is None and self.command == "GET"
+        if self.halved:
             fault = None
         self.body = self.read_body(cut=fault is not None and fault.status is None)
         if fault is not None and fault.status is None:
@@ -115,7 +120,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if self.halved else body)
+            self.close_connection = self.close_connection or self.halved
 
     def answer_file(self, content: bytes, **headers: str) -> None:
         """With `Range: bytes=START-[END]`."""

@@ -2,41 +2,15 @@
 
 import json
 import time
-import zlib
 
 import pytest
 import yaml
 
-from tests.hub.local_hub import FINE_TOKEN, OWNER_TOKEN, READ_TOKEN, Client, LocalHub, RemoteError
+from tests.hub.local_hub import FINE_TOKEN, OWNER_TOKEN, READ_TOKEN, RemoteError, own
 
 PREPARE = "from tests.hub.small import *\nfrom hf_autonorm import push_to_hub\nimport warnings\n"
+SAVE = PREPARE + "from hf_autonorm import save_pretrained\n"
 PUSH = PREPARE + "result = push_to_hub(tiny_bert(seed, norm=norm), repo, **options).oid"
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    with LocalHub(tmp_path_factory.mktemp("hub")) as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def client(hub, tmp_path_factory):
-    client = Client(hub, tmp_path_factory.mktemp("home") / "client")
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def repo(request, hub):
-    """A name of its own for each test; no fault and no request is left over from another one."""
-    hub.faults.clear()
-    hub.requests.clear()
-    return f"me/{request.node.originalname.replace('_', '-')}-{own(request.node.name)}"
-
-
-def own(name: str) -> int:
-    """A number for each name: seeds of its own, as the Hub has the weights of an equal model already."""
-    return zlib.crc32(name.encode()) % 10**6
 
 
 def push(client, repo, seed=0, norm="dyt", **options):
@@ -273,11 +247,18 @@ def test_offline_is_one_clear_error_before_anything_is_written(tmp_path, monkeyp
 # --- the token -------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_in_a_file_is_not_uploaded(hub, client, repo):
-    command = f"accelerate launch train.py --push_to_hub --hub_token {OWNER_TOKEN}"
-    with pytest.raises(RemoteError, match="README.md holds your Hub token; nothing was uploaded"):
-        push(client, repo, command=command)
+def test_a_token_in_a_file_is_not_uploaded(hub, client, repo, tmp_path):
+    folder = tmp_path / "saved"
+    client(SAVE + "save_pretrained(tiny_bert(norm='dyt'), folder)", folder=str(folder))
+    (folder / "training_args.bin").write_bytes(b"\x80..." + OWNER_TOKEN.encode())
+    with pytest.raises(RemoteError, match="training_args.bin holds your Hub token; nothing was uploaded"):
+        client(PREPARE + "push_to_hub(folder, repo)", folder=str(folder), repo=repo)
     assert not hub.sent("POST", "") and repo not in hub.repositories
+
+
+def test_a_token_in_the_command_is_left_out_of_the_card(hub, client, repo):
+    push(client, repo, command=f"accelerate launch train.py --hub_token {OWNER_TOKEN} --lr 0.1")
+    assert "train.py --hub_token … --lr 0.1" in hub.files(repo)["README.md"].decode()
 
 
 def test_the_token_is_nowhere(hub, client, repo):
@@ -289,8 +270,6 @@ def test_the_token_is_nowhere(hub, client, repo):
 
 
 # --- a folder, and the other doors -----------------------------------------------------------------------------------
-
-SAVE = PREPARE + "from hf_autonorm import save_pretrained\n"
 
 
 def test_command_line(hub, client, repo, tmp_path):
