@@ -51,12 +51,6 @@ def _changed(config: Any, default: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
 
 
-def without_tokens(command: str) -> str:
-    """A command line as it may be published: `--hub_token SECRET` and whatever looks like a Hub token become `…`."""
-    command = re.sub(r"(--\w*token[= ]+)(\S+)", r"\1…", command)
-    return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "…", command)
-
-
 def versions() -> dict[str, str]:
     """Of Python and the packages that matter for loading the model again."""
     found = {"python": platform.python_version()}

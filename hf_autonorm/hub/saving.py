@@ -18,11 +18,10 @@ from torch.optim.swa_utils import AveragedModel
 from ..errors import ConfigError, UnsupportedError, nearest
 from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
-from .facts import without_tokens
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)([.-][^/]*)?\.(safetensors|bin)(\.index\.json)?")
-_OURS = (RECORD_FILE, "assets/gates.png", "assets/gate_history.png")
+_OURS = (RECORD_FILE, "modeling_autonorm.py", "assets/gates.png", "assets/gate_history.png")
 _NOT_OPTIONS = {"self", "save_directory", "is_main_process", "push_to_hub", "token", "kwargs"}
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
 _COMPANIONS = (
@@ -64,7 +63,7 @@ def save_pretrained(
         metrics, baseline: `{name: value}` for the card, of this model and of the one it is compared with.
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
-        command: the command line that trained it; a token in it is left out of the card.
+        command: the command line that trained it.
         callbacks: those of the training run; the card tells the decision of a GateFreezeCallback among them.
         tokenizer: anything with `save_pretrained` that belongs beside the model (tokenizer, image processor).
         files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
@@ -105,7 +104,7 @@ def save_pretrained(
                     baseline=baseline,
                     base_model=base_model,
                     dataset=dataset,
-                    command=without_tokens(command) if command else None,
+                    command=command,
                     callbacks=callbacks,
                     license=license,
                 )

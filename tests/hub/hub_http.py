@@ -18,8 +18,8 @@ from .hub_storage import HubError, write
 class Fault:
     """What is to go wrong, from the `first` matching request on, `times` times.
 
-    With a status: that is the answer. Without: the connection is cut when half of the request's body has arrived, or half
-    of what was asked for with GET is sent. With `action`: that is done first, and all goes on as usual.
+    With a status: that is the answer. Without: the connection is cut when half of the request's body has arrived, or
+    half of what was asked for with GET is sent. With `action`: that is done first, and all goes on as usual.
     """
 
     method: str

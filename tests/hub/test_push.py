@@ -256,11 +256,6 @@ def test_a_token_in_a_file_is_not_uploaded(hub, client, repo, tmp_path):
     assert not hub.sent("POST", "") and repo not in hub.repositories
 
 
-def test_a_token_in_the_command_is_left_out_of_the_card(hub, client, repo):
-    push(client, repo, command=f"accelerate launch train.py --hub_token {OWNER_TOKEN} --lr 0.1")
-    assert "train.py --hub_token … --lr 0.1" in hub.files(repo)["README.md"].decode()
-
-
 def test_the_token_is_nowhere(hub, client, repo):
     push(client, repo, token=OWNER_TOKEN, metrics={"accuracy": 1})
     time.sleep(0.1)
