@@ -12,6 +12,7 @@ from .diagnostics.divergence import diagnose
 from .diagnostics.gates import gates
 from .diagnostics.stationarity import StationarityCallback
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
+from .hub.pushing import push_to_hub
 from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
 from .patching.calibrate import calibrate
@@ -31,6 +32,7 @@ __all__ = [
     "gates",
     "patch",
     "plan",
+    "push_to_hub",
     "register_branch",
     "save_pretrained",
     "set_strength",

@@ -20,6 +20,7 @@ from ..nn.wrapper import Wrapper
 QUANT_METHOD = "autonorm"
 # Where the model is quantised too, `quantization_config` belongs to that method; ours stands beside it.
 BESIDE = "autonorm_config"
+TAGS = ("autonorm", "hf_autonorm")  # of a patched model on the Hub
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
@@ -67,6 +68,7 @@ def update_record(model: nn.Module) -> None:
     """
     for root in _roots(model):
         _update_root(root)
+        _update_tags(root)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
@@ -110,6 +112,15 @@ def _update_root(root: nn.Module) -> None:
             module.config = memo[id(config)]
     for key in holders:
         _write(memo[key], records[key])
+
+
+def _update_tags(root: nn.Module) -> None:
+    """The tags that the stock `push_to_hub` and Trainer write into a model card."""
+    if hasattr(root, "model_tags"):
+        before = root.model_tags or []
+        tags = [tag for tag in before if tag not in TAGS] + (list(TAGS) if wrappers(root) else [])
+        if tags != before:
+            root.model_tags = tags
 
 
 def _write(config: Any, record: dict[str, Any] | None) -> None:
