@@ -21,9 +21,9 @@ from ..nn.wrapper import Wrapper
 from ..patching.record import QUANT_METHOD, update_record, wrappers
 from ..patching.surgery import rebuild
 from ..patching.targets import find_targets
+from .remote import drop_auto_map, is_own_class
 
 
-@register_quantization_config(QUANT_METHOD)
 class AutoNormQuantizationConfig(QuantizationConfigMixin):
     """`config.quantization_config` of a patched model, as transformers parses it."""
 
@@ -43,7 +43,6 @@ class AutoNormQuantizationConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-@register_quantizer(QUANT_METHOD)
 class AutoNormQuantizer(HfQuantizer):
     """Wraps the recorded modules before the weights are loaded; checks, after it, that every new tensor was loaded."""
 
@@ -74,6 +73,8 @@ class AutoNormQuantizer(HfQuantizer):
         for _, wrapper in wrappers(model):
             wrapper._sync_scalars()
         update_record(model)
+        if not is_own_class(type(model)):
+            drop_auto_map(model.config)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -163,3 +164,8 @@ def added_tensors(wrapper: Wrapper) -> dict[str, torch.Tensor]:
     inside = {id(t) for t in (*wrapper.original.parameters(), *wrapper.original.buffers())}
     state = wrapper.state_dict(keep_vars=True)
     return {name: t for name, t in state.items() if id(t) not in inside and not name.startswith("original.")}
+
+
+# Statements, not decorators: the file that travels with a model has these classes too, and registers nothing for good.
+register_quantization_config(QUANT_METHOD)(AutoNormQuantizationConfig)
+register_quantizer(QUANT_METHOD)(AutoNormQuantizer)

@@ -16,7 +16,9 @@ from torch import nn
 from ..errors import ConfigError
 from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
+from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
+from .remote import is_own_class
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
@@ -41,6 +43,7 @@ def save_pretrained(
     files_from: str | os.PathLike | None = None,
     license: str | None = None,
     card: bool = True,
+    custom_code: bool = False,
     is_main_process: bool = True,
     **options: Any,
 ) -> Path:
@@ -64,6 +67,8 @@ def save_pretrained(
         files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
         license: for the card's metadata; default: that of a README.md in the folder.
         card: write README.md, or bring its section up to date; its other text and metadata are kept.
+        custom_code: write `modeling_autonorm.py` beside the weights: `AutoModel….from_pretrained(…,
+            trust_remote_code=True)` then loads the model where this package is not installed. transformers models only.
         is_main_process: False on the other ranks of a distributed run: nothing is written.
         options: for transformers' own `save_pretrained` (`max_shard_size`, `variant`, …).
 
@@ -81,10 +86,14 @@ def save_pretrained(
     transformers_model = is_transformers(model)
     if not transformers_model and options.keys() - {"max_shard_size"}:
         raise ConfigError(f"{sorted(options.keys() - {'max_shard_size'})} are options of transformers models only")
+    # A model that brought its code along keeps it, written anew for what is saved now.
+    custom_code = custom_code or is_own_class(type(model))
+    auto_map = auto_map_of(model) if custom_code else None
     failure = None
     with replacing(directory, stale=lambda path: _is_stale(path, Path(directory).resolve())) as (new, target):
         if transformers_model:
             _write_transformers(model, new, options)
+            write_custom_code(new, auto_map)
         else:
             _write_plain(model, new, options)
         if tokenizer is not None:
@@ -174,7 +183,7 @@ def _is_stale(file: Path, folder: Path) -> bool:
         return False
     if file.name == "config.json":
         return not {"model_type", "architecture"}.isdisjoint(read_json(file))
-    return file.name == RECORD_FILE or _WEIGHTS.fullmatch(file.name) is not None
+    return file.name in (RECORD_FILE, CODE_FILE) or _WEIGHTS.fullmatch(file.name) is not None
 
 
 def _copy_companions(source: str | os.PathLike, folder: Path) -> None:
