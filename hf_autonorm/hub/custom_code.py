@@ -24,7 +24,7 @@ _HEADER = '''# SPDX-License-Identifier: Apache-2.0
 
 
 def auto_map_of(model: nn.Module) -> dict[str, str]:
-    """`{"AutoModel": "modeling_autonorm.BertModel", …}`: every auto class that leads to a class for this model's config.
+    """`{"AutoModel": "modeling_autonorm.BertModel", …}`: all auto classes that lead to a class for this model's config.
 
     Raises, before anything is written, where no code can be put beside the model that would load it: ConfigError where
     nothing is patched, UnsupportedError for timm and plain modules, classes of others, and branches of one's own.
@@ -37,21 +37,21 @@ def auto_map_of(model: nn.Module) -> dict[str, str]:
     remedy = "leave custom_code out; who loads the model installs hf_autonorm"
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
-            f"custom_code=True: {name} is no transformers model, and `trust_remote_code` is for those; {remedy}. A timm "
+            f"custom_code=True: {name} is no transformers model, as `trust_remote_code` needs one; {remedy}. A timm "
             "model can be loaded as one: TimmWrapperForImageClassification.from_pretrained('timm/…')"
         )
     for layer_name, layer in autonorms(model):
         for branch in layer.branch_names:
             if BRANCHES[branch].__module__ != Branch.__module__:
                 raise UnsupportedError(
-                    f"custom_code=True: the branch {branch!r} of {layer_name} is not hf_autonorm's own, its code would be "
-                    f"missing; {remedy} and registers the branch"
+                    f"custom_code=True: the branch {branch!r} of {layer_name} is not hf_autonorm's own, its code would "
+                    f"be missing; {remedy} and registers the branch"
                 )
     auto_map = _auto_classes(model)
     if name not in auto_map.values():
         raise UnsupportedError(
-            f"custom_code=True: no AutoModel class of transformers leads to {name}, and `trust_remote_code` goes through "
-            f"one; {remedy}"
+            f"custom_code=True: no AutoModel class of transformers leads to {name}, and `trust_remote_code` goes "
+            f"through one; {remedy}"
         )
     return {auto: f"{MODULE}.{cls}" for auto, cls in auto_map.items()}
 

@@ -60,6 +60,7 @@ class AutoNormQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         rebuild(model, resolve_patches(model, self.quantization_config.patches))
+        self._shapes = _shapes(model)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         # Not super(): the flags it sets say "quantised", and then `.half()` and Trainer refuse the model.
@@ -70,6 +71,7 @@ class AutoNormQuantizer(HfQuantizer):
             if isinstance(config, PreTrainedConfig):
                 config.__dict__.pop("_is_quantized", None)
         require_loaded(model)
+        _require_shapes(model, self._shapes)
         for _, wrapper in wrappers(model):
             wrapper._sync_scalars()
         update_record(model)
@@ -157,6 +159,20 @@ def require_loaded(model: nn.Module) -> None:
             f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another "
             "version: load it unpatched (delete quantization_config from its config.json) and call patch(model)"
         )
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {f"{name}.{own}": t.shape for name, wrapper in wrappers(model) for own, t in added_tensors(wrapper).items()}
+
+
+def _require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
+    """transformers 5.0 takes tensors of any size where a quantizer is at work."""
+    for name, shape in _shapes(model).items():
+        if shape != expected[name]:
+            raise CheckpointError(
+                f"{name} has the shape {tuple(shape)} in the checkpoint, by its patch record {tuple(expected[name])}: "
+                "the sizes belong to different patches"
+            )
 
 
 def added_tensors(wrapper: Wrapper) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The classes by which `trust_remote_code=True` loads a patched model where this package is not installed.
 
-`config.json` names them in its `auto_map`, `modeling_autonorm.py` beside the weights holds this module and all it needs.
+`config.json` names them in its `auto_map`, `modeling_autonorm.py` beside the weights holds this module and what it
+needs.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def save_pretrained(
         license: for the card's metadata; default: that of a README.md in the folder.
         card: write README.md, or bring its section up to date; its other text and metadata are kept.
         custom_code: write `modeling_autonorm.py` beside the weights: `AutoModel….from_pretrained(…,
-            trust_remote_code=True)` then loads the model where this package is not installed. transformers models only.
+            trust_remote_code=True)` then loads it where this package is not installed. transformers models only.
         is_main_process: False on the other ranks of a distributed run: nothing is written.
         options: for transformers' own `save_pretrained` (`max_shard_size`, `variant`, …).
 
