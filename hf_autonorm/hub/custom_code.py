@@ -24,7 +24,7 @@ _HEADER = '''# SPDX-License-Identifier: Apache-2.0
 
 
 def auto_map_of(model: nn.Module) -> dict[str, str]:
-    """`{"AutoModel": "modeling_autonorm.BertModel", …}`: all auto classes that lead to a class for this model's config.
+    """`{"AutoModel": "modeling_autonorm.BertModel", …}`: all auto classes that lead to a class for its config.
 
     Raises, before anything is written, where no code can be put beside the model that would load it: ConfigError where
     nothing is patched, UnsupportedError for timm and plain modules, classes of others, and branches of one's own.
@@ -44,8 +44,8 @@ def auto_map_of(model: nn.Module) -> dict[str, str]:
         for branch in layer.branch_names:
             if BRANCHES[branch].__module__ != Branch.__module__:
                 raise UnsupportedError(
-                    f"custom_code=True: the branch {branch!r} of {layer_name} is not hf_autonorm's own, its code would "
-                    f"be missing; {remedy} and registers the branch"
+                    f"custom_code=True: the branch {branch!r} of {layer_name} is not hf_autonorm's own, its code "
+                    f"would be missing; {remedy} and registers the branch"
                 )
     auto_map = _auto_classes(model)
     if name not in auto_map.values():

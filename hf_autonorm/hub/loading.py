@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -121,6 +122,8 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
                 )
             names.append(own)
         resolved.append((config, names))
+    if patches and not any(names for _, names in resolved):
+        _refuse_unrelated(model)
     return resolved
 
 
@@ -139,6 +142,17 @@ def _own_name(model: nn.Module, modules: dict[str, nn.Module], name: str) -> str
         f"the checkpoint's patch names the module {name!r}, which this {type(model).__name__} lacks; "
         f"{nearest(name, modules)}. Was the config edited, or is it another architecture's?"
     )
+
+
+def _refuse_unrelated(model: nn.Module) -> None:
+    """None of the recorded modules is in this model: another class's head was patched alone, or it is unrelated."""
+    saved_as = (getattr(getattr(model, "config", None), "architectures", None) or [None])[0]
+    saved_class = getattr(transformers, saved_as or "", None)
+    if getattr(saved_class, "config_class", None) is not getattr(model, "config_class", None):
+        raise CheckpointError(
+            f"this is the checkpoint of a patched {saved_as}, and {type(model).__name__} has none of the modules "
+            "patched in it; load it with its own class or through an AutoModel class"
+        )
 
 
 def require_loaded(model: nn.Module) -> None:

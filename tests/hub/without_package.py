@@ -1,7 +1,7 @@
 """Run as a script: `trust_remote_code=True` in a process where hf_autonorm cannot be imported.
 
 The argument is a JSON file, a list of jobs: `folder`, `auto` (class), `options` (of from_pretrained), `inputs` (a
-file), `out` (a file: class, state, outputs, generated tokens), `again` (save there and load from there first), or None.
+file), `out` (a file: class, state, outputs, generated tokens), `again` (save there, load from there; or None).
 """
 
 import json
