@@ -23,19 +23,26 @@ from ..patching.record import QUANT_METHOD, update_record, wrappers
 from ..patching.surgery import rebuild
 from ..patching.targets import find_targets
 from .remote import drop_auto_map, is_own_class
+from .stacking import stacked_quantizer
 
 
 class AutoNormQuantizationConfig(QuantizationConfigMixin):
     """`config.quantization_config` of a patched model, as transformers parses it."""
 
     def __init__(
-        self, patches: list[dict[str, Any]], version: str | None = None, quant_method: str = QUANT_METHOD
+        self,
+        patches: list[dict[str, Any]],
+        version: str | None = None,
+        quant_method: str = QUANT_METHOD,
+        stacked: Any = None,
+        stacked_pre_quantized: bool = False,
     ) -> None:
         self.quant_method, self.version, self.patches = quant_method, version, patches
+        self.stacked, self.stacked_pre_quantized = stacked, stacked_pre_quantized  # never in a file, see `stacking`
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
-        unknown = set(config_dict) - {"quant_method", "version", "patches"}
+        unknown = set(config_dict) - {"quant_method", "version", "patches", "stacked", "stacked_pre_quantized"}
         if unknown or "patches" not in config_dict:
             raise CheckpointError(
                 f"the patch record in config.json has the keys {sorted(config_dict)}; expected quant_method, version "
@@ -49,6 +56,11 @@ class AutoNormQuantizer(HfQuantizer):
 
     is_trainable = True
 
+    def __new__(cls, config: AutoNormQuantizationConfig, **kwargs: Any):
+        if config.stacked is None:
+            return super().__new__(cls)
+        return stacked_quantizer(config.patches, config.stacked, config.stacked_pre_quantized)
+
     def is_serializable(self) -> bool:
         return True
 
@@ -60,8 +72,7 @@ class AutoNormQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        rebuild(model, resolve_patches(model, self.quantization_config.patches))
-        self._shapes = _shapes(model)
+        rebuild_recorded(model, self.quantization_config.patches)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         # Not super(): the flags it sets say "quantised", and then `.half()` and Trainer refuse the model.
@@ -71,13 +82,24 @@ class AutoNormQuantizer(HfQuantizer):
             config = module.__dict__.get("config")
             if isinstance(config, PreTrainedConfig):
                 config.__dict__.pop("_is_quantized", None)
-        require_loaded(model)
-        _require_shapes(model, self._shapes)
-        for _, wrapper in wrappers(model):
-            wrapper._sync_scalars()
-        update_record(model)
-        if not is_own_class(type(model)):
-            drop_auto_map(model.config)
+        finish(model)
+
+
+def rebuild_recorded(model: nn.Module, patches: list[dict[str, Any]]) -> None:
+    """Wraps the recorded modules of a skeleton, and notes the shapes of what is to be loaded."""
+    rebuild(model, resolve_patches(model, patches))
+    for _, wrapper in wrappers(model):
+        wrapper._expected_shapes = {name: t.shape for name, t in added_tensors(wrapper).items()}
+
+
+def finish(model: nn.Module) -> None:
+    """After the weights are loaded: all there, Python's copies of the scalars renewed, the config in order."""
+    require_loaded(model)
+    for _, wrapper in wrappers(model):
+        wrapper._sync_scalars()
+    update_record(model)
+    if not is_own_class(type(model)):
+        drop_auto_map(model.config)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -164,29 +186,21 @@ def require_loaded(model: nn.Module) -> None:
         return  # rank 0 reads the file and broadcasts
     missing = []
     for name, wrapper in wrappers(model):
+        expected = wrapper.__dict__.pop("_expected_shapes", {})
         for own_name, tensor in added_tensors(wrapper).items():
             if not getattr(tensor, "_is_hf_initialized", False):
                 missing.append(f"{name}.{own_name}")
+            elif tensor.shape != expected.get(own_name, tensor.shape):  # transformers 5.0 takes tensors of any size
+                raise CheckpointError(
+                    f"{name}.{own_name} has the shape {tuple(tensor.shape)} in the checkpoint, by its patch record "
+                    f"{tuple(expected[own_name])}: they belong to different patches"
+                )
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the patch are not in the checkpoint: {', '.join(missing[:4])}"
             f"{', …' if len(missing) > 4 else ''}. It is not the checkpoint of a patched model, or of another "
             "version: load it unpatched (delete quantization_config from its config.json) and call patch(model)"
         )
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {f"{name}.{own}": t.shape for name, wrapper in wrappers(model) for own, t in added_tensors(wrapper).items()}
-
-
-def _require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
-    """transformers 5.0 takes tensors of any size where a quantizer is at work."""
-    for name, shape in _shapes(model).items():
-        if shape != expected[name]:
-            raise CheckpointError(
-                f"{name} has the shape {tuple(shape)} in the checkpoint, by its patch record {tuple(expected[name])}: "
-                "the sizes belong to different patches"
-            )
 
 
 def added_tensors(wrapper: Wrapper) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..patching.record import QUANT_METHOD, wrappers
 from ..patching.surgery import rebuild
 from .atomic import FolderError, restore
+from .stacking import stacked_options
 
 RECORD_FILE = "autonorm_config.json"
 # What is needed beside the weights; other formats in a Hub repository are not downloaded.
@@ -30,14 +31,15 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     Args:
         path: a folder, or a Hub id (downloaded once, then from the cache).
         model: a fresh, unpatched model of the class that was saved; patched and filled in place.
-        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`.
+        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`
+            (`dtype`, `device_map`, a `quantization_config` of another library on top of the patch, …).
 
     Raises CheckpointError where the checkpoint and the model do not belong together, tensor by tensor.
     """
     folder = local_folder(path, **{k: options.pop(k) for k in ("revision", "token", "cache_dir") if k in options})
     config = read_json(folder / "config.json")
     if model is None and not (folder / RECORD_FILE).exists() and "model_type" in config:
-        return _transformers_class(config).from_pretrained(folder, **options)
+        return _transformers_class(config).from_pretrained(folder, **stacked_options(folder, config, options))
     if options:
         raise ConfigError(f"{sorted(options)} are options of transformers models only, and {path} holds another one")
     if model is None:

@@ -21,6 +21,7 @@ import transformers  # noqa: E402
 
 
 def work(folder, auto, options, inputs, out, again) -> None:
+    print(f"loading {out}", file=sys.stderr, flush=True)
     auto, inputs = getattr(transformers, auto), torch.load(inputs)
     model = auto.from_pretrained(folder, **options)
     if again:
