@@ -10,6 +10,7 @@ from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
 from .diagnostics.gates import gates
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
+from .hub.card_callback import ModelCardCallback
 from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
 from .patching.calibrate import calibrate
@@ -19,6 +20,7 @@ from .patching.surgery import patch, plan, set_strength, unpatch
 __all__ = [
     "GateConfig",
     "GateFreezeCallback",
+    "ModelCardCallback",
     "PatchConfig",
     "StrengthRampCallback",
     "calibrate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from ..callbacks import GateFreezeCallback
 from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, autonorms
 from ..patching.record import wrappers
-from .facts import calls, patched_groups, versions
+from .card_callback import ModelCardCallback, TrainingFacts, duration
+from .facts import calls, evaluation_table, patched_groups, versions, without_secrets
 from .metadata import CardError, base_of, check_numbers, dataset_parts, eval_results, merge, metric_type, read_card
 from .metadata import pipeline_tag as pipeline_tag_of
 from .snippets import snippet
@@ -57,7 +59,12 @@ def write_card(
 
     Raises CardError, before anything is written, where the metadata would not be valid.
     """
-    metrics, baseline = check_numbers("metrics", metrics), check_numbers("baseline", baseline)
+    callbacks = list(callbacks or [])
+    facts = next((c.facts for c in callbacks if isinstance(c, ModelCardCallback)), TrainingFacts())
+    metrics = check_numbers("metrics", facts.metrics if metrics is None else metrics)
+    baseline = check_numbers("baseline", facts.baseline if baseline is None else baseline)
+    base_model, license = base_model or facts.base_model, license or facts.license
+    dataset, command = dataset or facts.dataset, without_secrets(command or facts.command)
     old = None
     if previous is not None and (previous / "README.md").is_file():
         old = read_card(previous / "README.md")
@@ -100,12 +107,18 @@ def write_card(
         label=label,
         results=_results(metrics, baseline),
         has_baseline=bool(baseline),
+        not_finite=sorted({metric_type(n) for d in (metrics, baseline) for n, v in d.items() if not math.isfinite(v)}),
         dataset=parts["name"] if dataset else None,
         split=parts.get("split"),
         command=command,
+        hyperparameters=[(name, str(value)) for name, value in facts.hyperparameters.items()],
+        evaluations=evaluation_table(facts.evaluations),
+        examples=facts.examples,
+        duration=duration(facts.seconds),
+        hardware=facts.hardware,
         versions=", ".join(f"{package} {number}" for package, number in versions().items()),
         papers=_papers(model),
-        **_gate_facts(model, folder, list(callbacks or [])),
+        **_gate_facts(model, folder, callbacks),
     )
     fresh.data = data
     fresh.text = _splice(None if old is None else old.text, re.sub(r"\n{3,}", "\n\n", fresh.text))

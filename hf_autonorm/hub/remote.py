@@ -53,7 +53,13 @@ def subclass(stock: type, module: str) -> type:
 
     def from_pretrained(cls, *args: Any, **kwargs: Any):
         with door():
-            return super(own, cls).from_pretrained(*args, **kwargs)
+            loaded = super(own, cls).from_pretrained(*args, **kwargs)
+        if cls._auto_class is None:  # transformers 5.0 leaves it so; then save_pretrained would forget this file
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            for auto, path in (getattr(model.config, "auto_map", None) or {}).items():
+                if is_reference(path) and path.endswith(f".{cls.__name__}"):
+                    cls.register_for_auto_class(auto)
+        return loaded
 
     body = {"__module__": module, "__doc__": stock.__doc__, "from_pretrained": classmethod(from_pretrained)}
     own = type(stock.__name__, (stock,), body)

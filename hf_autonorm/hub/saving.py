@@ -62,7 +62,8 @@ def save_pretrained(
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
         command: the command line that trained it.
-        callbacks: those of the training run; the card tells the decision of a GateFreezeCallback among them.
+        callbacks: those of the training run: a ModelCardCallback fills the card with what happened in it (whatever is
+            given here wins), a GateFreezeCallback tells its decision.
         tokenizer: anything with `save_pretrained` that belongs beside the model (tokenizer, image processor).
         files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
         license: for the card's metadata; default: that of a README.md in the folder.
