@@ -34,6 +34,7 @@ class TrainingFacts:
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # {"epoch", "step", "loss", metrics}, in order
     examples: int | None = None  # training rows
     seconds: float | None = None
+    resumed_from: int | None = None  # step of the checkpoint; the seconds are those since
     hardware: str | None = None
 
 
@@ -73,7 +74,11 @@ class ModelCardCallback(TrainerCallback):
         self._ended = False
         facts = self.facts
         facts.metrics, facts.hardware = {}, hardware(args)
+        facts.resumed_from = state.global_step or None
         facts.hyperparameters = extract_hyperparameters_from_trainer(SimpleNamespace(args=args))
+        if "optimizer" in facts.hyperparameters:
+            name = str(getattr(args.optim, "value", args.optim))
+            facts.hyperparameters["optimizer"] = facts.hyperparameters["optimizer"].replace(f"{args.optim}", name)
         if args.bf16:
             facts.hyperparameters["mixed_precision_training"] = "bfloat16"
         if args.weight_decay:

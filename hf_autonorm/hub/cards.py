@@ -16,10 +16,11 @@ from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, autonorms
 from ..patching.record import wrappers
 from .card_callback import ModelCardCallback, TrainingFacts, duration
+from .custom_code import CODE_FILE
 from .facts import calls, evaluation_table, patched_groups, versions, without_secrets
 from .metadata import CardError, base_of, check_numbers, dataset_parts, eval_results, merge, metric_type, read_card
 from .metadata import pipeline_tag as pipeline_tag_of
-from .snippets import snippet
+from .snippets import auto_class, snippet
 
 BEGIN = "<!-- hf_autonorm: begin. This part is rewritten on every save; your own words go above or below. -->"
 END = "<!-- hf_autonorm: end -->"
@@ -85,7 +86,7 @@ def write_card(
         "pipeline_tag": task,
         "tags": _tags(model),
         "datasets": [parts["hub_id"]] if parts["hub_id"] else [],
-        "metrics": [metric_type(n) for n in metrics],
+        "metrics": [metric_type(n) for n, value in metrics.items() if math.isfinite(value)],
         "eval_results": eval_results(metrics, baseline, parts, task or "other", label),
         "model_name": name,
     }
@@ -101,6 +102,8 @@ def write_card(
         model_class=type(model).__name__,
         base_model=base,
         snippet=snippet(model, folder, repo_id or name),
+        trusted=auto_class(type(model).__name__) if (folder / CODE_FILE).is_file() else None,
+        path=repo_id or name,
         groups=patched_groups(model),
         calls=calls(model),
         strength=_strengths(model),
@@ -116,6 +119,7 @@ def write_card(
         examples=facts.examples,
         duration=duration(facts.seconds),
         hardware=facts.hardware,
+        resumed_from=facts.resumed_from,
         versions=", ".join(f"{package} {number}" for package, number in versions().items()),
         papers=_papers(model),
         **_gate_facts(model, folder, callbacks),

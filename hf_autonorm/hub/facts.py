@@ -63,7 +63,7 @@ def evaluation_table(evaluations: list[dict[str, Any]], longest: int = 20) -> li
 
 
 _SECRET = re.compile(
-    r"(--?[\w-]*(?:token|secret|password|api[-_]?key)[\w-]*[ =])(\"[^\"]*\"|'[^']*'|\S+)|\bhf_\w{16,}"
+    r"(--?[\w-]*(?:token(?!s)|secret|password|api[-_]?key)[\w-]*[ =])(\"[^\"]*\"|'[^']*'|\S+)|\bhf_\w{16,}"
 )
 
 
