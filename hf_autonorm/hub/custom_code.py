@@ -40,6 +40,8 @@ def auto_map_of(model: nn.Module) -> dict[str, str]:
             f"custom_code=True: {name} is no transformers model, as `trust_remote_code` needs one; {remedy}. A timm "
             "model can be loaded as one: TimmWrapperForImageClassification.from_pretrained('timm/…')"
         )
+    if hasattr(model, "hf_quantizer"):
+        raise UnsupportedError(f"custom_code=True: this {name} is quantised by another library; {remedy}")
     for layer_name, layer in autonorms(model):
         for branch in layer.branch_names:
             if BRANCHES[branch].__module__ != Branch.__module__:

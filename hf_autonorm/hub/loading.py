@@ -38,7 +38,7 @@ class AutoNormQuantizationConfig(QuantizationConfigMixin):
         stacked_pre_quantized: bool = False,
     ) -> None:
         self.quant_method, self.version, self.patches = quant_method, version, patches
-        self.stacked, self.stacked_pre_quantized = stacked, stacked_pre_quantized  # never in a file, see `stacking`
+        self.stacked, self.stacked_pre_quantized = stacked, stacked_pre_quantized  # see `stacking`
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):

@@ -15,7 +15,6 @@ from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..patching.record import QUANT_METHOD, wrappers
 from ..patching.surgery import rebuild
 from .atomic import FolderError, restore
-from .stacking import stacked_options
 
 RECORD_FILE = "autonorm_config.json"
 # What is needed beside the weights; other formats in a Hub repository are not downloaded.
@@ -39,6 +38,8 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     folder = local_folder(path, **{k: options.pop(k) for k in ("revision", "token", "cache_dir") if k in options})
     config = read_json(folder / "config.json")
     if model is None and not (folder / RECORD_FILE).exists() and "model_type" in config:
+        from .stacking import stacked_options
+
         return _transformers_class(config).from_pretrained(folder, **stacked_options(folder, config, options))
     if options:
         raise ConfigError(f"{sorted(options)} are options of transformers models only, and {path} holds another one")

@@ -19,6 +19,7 @@ from .atomic import replacing
 from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
 from .remote import is_own_class
+from .stacking import join_records
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
@@ -95,6 +96,7 @@ def save_pretrained(
         if transformers_model:
             _write_transformers(model, new, options)
             write_custom_code(new, auto_map)
+            join_records(new)
         else:
             _write_plain(model, new, options)
         if tokenizer is not None:

@@ -6,6 +6,7 @@ does its own work; what it quantises sits inside the wrappers, as their original
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..patching.record import BESIDE, QUANT_METHOD
+from .reading import read_json
 
 
 def stacked_options(folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """`options` for transformers' from_pretrained, where a patched model is to be quantised or was saved quantised."""
-    wanted = options.get("quantization_config")
-    record, saved = config.get("quantization_config"), config.get("quantization_config")
-    pre_quantized = BESIDE in config
+    wanted, record = options.get("quantization_config"), config.get("quantization_config")
+    pre_quantized = BESIDE in config  # the stock save_pretrained leaves them side by side
+    saved = record if pre_quantized else record.get("stacked") if isinstance(record, dict) else None
+    if saved is not None and wanted is not None:
+        raise ConfigError(
+            f"quantization_config=…: this model was saved quantised by {saved.get('quant_method')!r} already"
+        )
     if pre_quantized:
-        if wanted is not None:
-            raise ConfigError(
-                f"quantization_config=…: this model was saved quantised by {saved.get('quant_method')!r} already"
-            )
         record, wanted = config[BESIDE], saved
     if wanted is None or not isinstance(record, dict) or record.get("quant_method") != QUANT_METHOD:
         return options
@@ -36,6 +38,15 @@ def stacked_options(folder: Path, config: dict[str, Any], options: dict[str, Any
     wanted = wanted if isinstance(wanted, dict) else wanted.to_dict()  # transformers prints configs as JSON
     full.quantization_config = {**record, "stacked": wanted, "stacked_pre_quantized": pre_quantized}
     return options | {"config": full}
+
+
+def join_records(folder: Path) -> None:
+    """Puts the other library's record in a saved config.json into ours: the stock from_pretrained knows one only."""
+    config = read_json(folder / "config.json")
+    if BESIDE in config and "quantization_config" in config:
+        joined = {**config.pop(BESIDE), "stacked": config["quantization_config"], "stacked_pre_quantized": True}
+        config["quantization_config"] = joined
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def stacked_quantizer(patches: list[dict[str, Any]], config: Any, pre_quantized: bool) -> Any:

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 from hf_autonorm import from_pretrained, patch, save_pretrained
-from hf_autonorm.errors import ConfigError
+from hf_autonorm.errors import ConfigError, UnsupportedError
 from hf_autonorm.nn import AffineLike, AutoNorm
 from hf_autonorm.patching.record import read_record, wrappers
 from tests.models import perturb_gates, tokens
@@ -75,11 +75,18 @@ def test_quantised_while_loading(saved, tmp_path, name):
         with pytest.raises(ValueError, match="not serializable"):
             save_pretrained(quantised, tmp_path / "again", card=False)
         return
-    again = from_pretrained(save_pretrained(quantised, tmp_path / "again", card=False))
-    assert dict(wrappers(again)).keys() == found.keys()
-    torch.testing.assert_close(again(**tokens()).logits.float().flatten(), outputs, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ConfigError, match="quantised by .* already"):
-        from_pretrained(tmp_path / "again", quantization_config=config())
+    with pytest.raises(UnsupportedError, match="quantised by another library"):
+        save_pretrained(quantised, tmp_path / "again", card=False, custom_code=True)
+    save_pretrained(quantised, tmp_path / "again", card=False)
+    quantised.save_pretrained(tmp_path / "stock again")
+    stock_door = tf.AutoModelForCausalLM.from_pretrained
+    for door, name in ((stock_door, "again"), (from_pretrained, "again"), (from_pretrained, "stock again")):
+        again = door(tmp_path / name)
+        assert dict(wrappers(again)).keys() == found.keys()
+        torch.testing.assert_close(again(**tokens()).logits.float().flatten(), outputs, rtol=1e-6, atol=1e-6)
+        assert read_record(again.config) == read_record(model.config)
+        with pytest.raises(ConfigError, match="quantised by .* already"):
+            from_pretrained(tmp_path / name, quantization_config=config())
     unchanged = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert unchanged["quant_method"] == "autonorm" and unchanged.keys() == {"quant_method", "version", "patches"}
 
