@@ -12,6 +12,7 @@ from .diagnostics.divergence import diagnose
 from .diagnostics.gates import gates
 from .diagnostics.stationarity import StationarityCallback
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
+from .hub.card_callback import ModelCardCallback
 from .hub.pushing import push_to_hub
 from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
@@ -22,6 +23,7 @@ from .patching.surgery import patch, plan, set_strength, unpatch
 __all__ = [
     "GateConfig",
     "GateFreezeCallback",
+    "ModelCardCallback",
     "PatchConfig",
     "StationarityCallback",
     "StrengthRampCallback",

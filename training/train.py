@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 
 from transformers import Trainer, enable_full_determinism, set_seed
 
-from hf_autonorm import GateFreezeCallback, save_pretrained
+from hf_autonorm import GateFreezeCallback, ModelCardCallback, save_pretrained
 from training.arguments import parse_args, read_baseline
 from training.models import hub_id
 from training.tasks import load_task
@@ -76,6 +76,11 @@ def main(argv: list[str] | None = None) -> dict:
             batches.append({name: tensor.to(training_args.device) for name, tensor in batch.items()})
     model, callbacks = apply_variant(model, variant_args, batches, seed=training_args.seed)
 
+    card = ModelCardCallback(
+        base_model=hub_id(data_args.model_name_or_path),
+        dataset=task.dataset | {"split": "test"},
+        baseline=baseline and card_metrics(baseline["metrics"]),
+    )
     trainer = Trainer(
         model=model,
         args=training_args,
@@ -85,7 +90,7 @@ def main(argv: list[str] | None = None) -> dict:
         data_collator=task.data_collator,
         compute_metrics=task.compute_metrics,
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        callbacks=callbacks,
+        callbacks=[*callbacks, card],
     )
     checkpoint = training_args.resume_from_checkpoint
     start = time.perf_counter()
@@ -128,11 +133,8 @@ def main(argv: list[str] | None = None) -> dict:
             trainer.model,
             training_args.output_dir,
             metrics=card_metrics(metrics),
-            baseline=baseline and card_metrics(baseline["metrics"]),
-            base_model=hub_id(data_args.model_name_or_path),
-            dataset=task.dataset | {"split": "test"},
             command=results["command"],
-            callbacks=callbacks,
+            callbacks=[*callbacks, card],
             tokenizer=task.processing_class,
             is_main_process=trainer.is_world_process_zero(),
         )

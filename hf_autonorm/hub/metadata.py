@@ -183,6 +183,9 @@ def check_metadata(data: dict[str, Any]) -> None:
         words = value if isinstance(value, list) and key in ("language", "base_model", "license") else [value]
         if not words or not all(isinstance(v, str) and v for v in words):
             raise CardError(f"metadata {key}={value!r} must be a word")
+    for word in _as_list(data.get("base_model")):
+        if not _HUB_ID.fullmatch(word):
+            raise CardError(f"metadata base_model={word!r} must be a Hub id (owner/name), not a path or a sentence")
     if "widget" in data and not isinstance(data["widget"], list):
         raise CardError(f"metadata widget={data['widget']!r} must be a list")
     for entry in data.get("model-index", []):

@@ -31,7 +31,8 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     Args:
         path: a folder, or a Hub id (downloaded once, then from the cache).
         model: a fresh, unpatched model of the class that was saved; patched and filled in place.
-        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`.
+        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`
+            (`dtype`, `device_map`, a `quantization_config` of another library on top of the patch, …).
 
     Raises FolderError where there is no such folder or repository, or no model in it; CheckpointError where the
     checkpoint and the model do not belong together, tensor by tensor.
@@ -45,7 +46,9 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     if model is None and not known:
         raise FolderError(f"{path} holds no saved model: {_contents(folder)}")
     if model is None and not (folder / RECORD_FILE).exists() and "model_type" in config:
-        return _transformers_class(config).from_pretrained(folder, **options)
+        from .stacking import stacked_options
+
+        return _transformers_class(config).from_pretrained(folder, **stacked_options(folder, config, options))
     if options:
         raise ConfigError(f"{sorted(options)} are options of transformers models only, and {path} holds another one")
     if model is None:

@@ -18,10 +18,13 @@ from torch.optim.swa_utils import AveragedModel
 from ..errors import ConfigError, UnsupportedError, nearest
 from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
+from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
+from .remote import is_own_class
+from .stacking import join_records
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)([.-][^/]*)?\.(safetensors|bin)(\.index\.json)?")
-_OURS = (RECORD_FILE, "modeling_autonorm.py", "assets/gates.png", "assets/gate_history.png")
+_OURS = (RECORD_FILE, CODE_FILE, "assets/gates.png", "assets/gate_history.png")
 _NOT_OPTIONS = {"self", "save_directory", "is_main_process", "push_to_hub", "token", "kwargs"}
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
 _COMPANIONS = (
@@ -46,6 +49,7 @@ def save_pretrained(
     license: str | None = None,
     repo_id: str | None = None,
     card: bool = True,
+    custom_code: bool = False,
     is_main_process: bool = True,
     **options: Any,
 ) -> Path:
@@ -64,12 +68,15 @@ def save_pretrained(
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
         command: the command line that trained it.
-        callbacks: those of the training run; the card tells the decision of a GateFreezeCallback among them.
+        callbacks: those of the training run: a ModelCardCallback fills the card with what happened in it (whatever is
+            given here wins), a GateFreezeCallback tells its decision.
         tokenizer: anything with `save_pretrained` that belongs beside the model (tokenizer, image processor).
         files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
         license: for the card's metadata; default: that of a README.md in the folder.
         repo_id: where the model will be on the Hub; the card's snippet loads it from there.
         card: write README.md, or bring its section up to date; its other text and metadata are kept.
+        custom_code: write `modeling_autonorm.py` beside the weights: `AutoModel….from_pretrained(…,
+            trust_remote_code=True)` then loads it where this package is not installed. transformers models only.
         is_main_process: False on the other ranks of a distributed run: nothing is written.
         options: for transformers' own `save_pretrained` (`max_shard_size`, `variant`, …).
 
@@ -80,10 +87,15 @@ def save_pretrained(
     _check_arguments(model, tokenizer, options)
     if not is_main_process:
         return Path(directory)
+    # A model that brought its code along keeps it, written anew for what is saved now.
+    custom_code = custom_code or is_own_class(type(model))
+    auto_map = auto_map_of(model) if custom_code else None
     failure = None
     with replacing(directory, stale=lambda path: _is_stale(path, Path(directory).resolve())) as (new, target):
         if is_transformers(model):
             _write_transformers(model, new, options)
+            write_custom_code(new, auto_map)
+            join_records(new)
         else:
             _write_plain(model, new, options)
         if tokenizer is not None:

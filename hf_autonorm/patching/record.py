@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import sys
 from typing import Any
 
@@ -69,6 +70,36 @@ def update_record(model: nn.Module) -> None:
     for root in _roots(model):
         _update_root(root)
         _update_tags(root)
+
+
+def watch(wrapper: Wrapper, prefix: str, keep_vars: bool) -> None:
+    """A pre-hook on `state_dict`: a patched module may have become part of another model, whose config does not say so
+    (`EncoderDecoderModel(encoder=patch(…), …)`, `model.encoder = other.encoder`). Then the record is written now.
+
+    A module does not know what it is part of; who asks for its tensors does, and that is a caller of this function.
+    """
+    from transformers import PreTrainedModel
+
+    asked = None  # the call of the outermost model's state_dict
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "state_dict":
+        if isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            asked = frame
+        frame = frame.f_back
+    if asked is None:
+        return
+    root = asked.f_locals["self"]
+    name = prefix.removeprefix(asked.f_locals.get("prefix") or "").removesuffix(".")
+    record = read_record(root.config)
+    if record is not None and any(name in entry["modules"] for entry in record["patches"]):
+        return
+    if "_orig_mod" in name or hasattr(root, "peft_config"):  # names as torch.compile and PEFT make them do not last
+        return
+    update_record(root)
+    saving = frame is not None and frame.f_code.co_name == "save_pretrained"
+    folder = frame.f_locals.get("save_directory") if saving else None
+    if folder is not None and os.path.exists(os.path.join(folder, "config.json")):
+        root.config.save_pretrained(folder)  # transformers writes it before it asks for the tensors
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:

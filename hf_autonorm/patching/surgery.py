@@ -21,7 +21,7 @@ from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
-from .record import update_record, wrappers
+from .record import update_record, watch, wrappers
 from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
@@ -292,14 +292,19 @@ def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
 
 def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None = None) -> Wrapper:
     """The wrapper for one target; reads the model, changes nothing."""
-    if target.kind != "norm":
-        wrapper = _build_correction(target, config)
-        wrapper.patch_config = config
-        return wrapper
+    wrapper = (
+        _build_correction(target, config) if target.kind != "norm" else _build_norm(survey, target, config, device)
+    )
+    wrapper.patch_config = config
+    wrapper.register_state_dict_pre_hook(watch)
+    return wrapper
+
+
+def _build_norm(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None) -> AutoNorm:
     near_device, near_dtype = _placement(survey, target)
     # One number of 32 bits: torch's CPU generator reads no more.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {target.name}".encode()))
-    wrapper = AutoNorm(
+    return AutoNorm(
         target.module,
         config.norm_branches(),
         config.norm_gate(),
@@ -310,8 +315,6 @@ def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.de
         device=device or near_device,
         dtype=near_dtype,
     )
-    wrapper.patch_config = config
-    return wrapper
 
 
 def _build_correction(target: Target, config: PatchConfig) -> Correction:
