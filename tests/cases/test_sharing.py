@@ -51,7 +51,7 @@ def test_schedules_count_steps_not_calls(tmp_path):
     assert len(callback.history[0]["layers"]) == 3  # each module once
 
 
-@pytest.mark.parametrize("name", ["gpt2/causal_lm", "bert/masked_lm", "t5/seq2seq_lm", "gemma2/causal_lm"])
+@pytest.mark.parametrize("name", ["gpt2/causal_lm", "bert/masked_lm", "t5/seq2seq_lm"])
 def test_a_tie_holds_from_the_patch_to_the_reload(name, tmp_path):
     """After training, saving and loading: one tensor in both places, the same logits."""
     model, inputs = zoo.build(*name.split("/"))
