@@ -257,3 +257,45 @@ def test_one_name_for_two_things_is_refused(tmp_path, monkeypatch):
         flatten([("flatten_a", "f"), ("flatten_b", "f")])
     with pytest.raises(FlattenError, match="defines no 'nothing'"):
         flatten([("hf_autonorm.errors", "nothing")])
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------------------
+
+PUSH = """
+from tests.hub.small import *
+from hf_autonorm import push_to_hub, save_pretrained
+model = tiny_bert(seed)
+if by_folder:
+    model = save_pretrained(model, folder, custom_code=True)
+push_to_hub(model, repo, **({} if by_folder else {"custom_code": True}))
+"""
+LOAD = """
+import sys
+from pathlib import Path
+if sys.argv[2] == "blocked":
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "hf_autonorm":
+                raise ModuleNotFoundError("No module named 'hf_autonorm'", name="hf_autonorm")
+    sys.meta_path.insert(0, Blocker())
+else:
+    import hf_autonorm
+import torch
+from transformers import AutoModelForSequenceClassification as Auto
+model = Auto.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[2] == "blocked")
+again = Path(sys.argv[3])
+model.save_pretrained(again)
+print(sorted(path.name for path in again.glob("*.py")), "auto_map" in (again / "config.json").read_text())
+print(model(torch.tensor([[2, 5, 9, 3]])).logits.tolist())
+"""
+
+
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_over_the_hub(hub, client, repo, tmp_path, by_folder):
+    client(PUSH, repo=repo, seed=7, by_folder=by_folder, folder=str(tmp_path / "model"))
+    assert CODE_FILE in hub.files(repo)
+    expected = str(tiny_bert(7)(torch.tensor([[2, 5, 9, 3]])).logits.tolist())
+    for kind, files in (("blocked", f"['{CODE_FILE}'] True"), ("installed", "[] False")):
+        done = hub.run(LOAD, tmp_path / f"home {kind}", repo, kind, tmp_path / f"again {kind}")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines()[-2:] == [files, expected]
