@@ -5,7 +5,7 @@
         hub.fail("PUT", "/lfs/", status=500)                     # the next upload of a large file fails
         assert hub.files("me/model")["config.json"]
 
-Large files go through git-LFS (basic, or multipart where `part_size` is given) to a second server with another port,
+Large files go through git-LFS (basic, or multipart where `part_size` is given) to a second server of another name,
 as to a storage provider; it refuses any request that carries a token. Xet is a binary protocol of its own and switched
 off in `environment`.
 """
@@ -55,7 +55,9 @@ class LocalHub:
         (self.folder / "lfs").mkdir(parents=True, exist_ok=True)
         handlers = [type(kind.__name__, (kind,), {"hub": self}) for kind in (Api, Storage)]
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in handlers]
-        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in self.servers)
+        # two names: to some clients a host is the same whatever its port
+        names = zip(("127.0.0.1", "localhost"), self.servers)
+        self.url, self.storage_url = (f"http://{name}:{server.server_address[1]}" for name, server in names)
         for server in self.servers:
             server.daemon_threads = True
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -91,7 +93,7 @@ class LocalHub:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
         ours = {
             "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1,localhost",
         }  # fmt: skip
         return kept | ours | ({"HF_TOKEN": token} if token else {})
 
