@@ -13,15 +13,21 @@ From a local copy of the data, calibrated, walked from the original model to the
     accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --data_dir DIR \
         --variant dyt --calibrate 8 --strength 0 --strength_ramp_ratio 0.6
 
-Go on after a break (a checkpoint folder, or `last` for the newest in the output folder). The outcome has the same bits
-as without the break, as long as evaluations and checkpoints fall together, as in the recipes: an evaluation draws a
-random number, and one that a checkpoint does not yet know of is not drawn again. `group_by_length` breaks it too.
+Go on after a break (a checkpoint folder, or `last` for the newest whole one in the output folder, from the beginning
+if there is none yet). The outcome has the same bits as without the break, wherever it came, as long as evaluations and
+checkpoints fall together, as in the recipes: an evaluation draws a random number, and one that a checkpoint does not
+yet know of is not drawn again. `group_by_length` breaks it too.
 
     accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --resume_from_checkpoint last
 
-Several GPUs: `accelerate launch --num_processes 4 ...`. Two processes on a CPU, to try that:
+One process, several (DDP), or several that share weights, gradients and optimizer state (FSDP2):
 
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 training/train.py \
+    accelerate launch --config_file training/accelerate/ddp.yaml --num_processes 4 training/train.py \
+        --config training/recipes/cifar10.yaml --bf16 true
+
+Two processes on a CPU, to try that:
+
+    ACCELERATE_USE_CPU=true accelerate launch --config_file training/accelerate/ddp.yaml training/train.py \
         --config training/recipes/word_sentiment.yaml --use_cpu true --ddp_backend gloo
 
 The output folder gets the model with its tokenizer, the checkpoints and `results.json`, and a patched model its card.
@@ -48,10 +54,13 @@ from transformers import Trainer, enable_full_determinism, set_seed
 
 from hf_autonorm import GateFreezeCallback, save_pretrained
 from training.arguments import parse_args, read_baseline
+from training.checkpoints import find_checkpoint
+from training.ema import EmaCallback
 from training.models import hub_id
 from training.tasks import load_task
 from training.variants import apply_variant
 
+SCORES = ("accuracy", "f1", "loss", "perplexity", "rmse", "mae")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
 
 
@@ -62,7 +71,7 @@ def main(argv: list[str] | None = None) -> dict:
     # The seed comes before the model: its new head is drawn from it. Trainer sets it again before training.
     (enable_full_determinism if training_args.full_determinism else set_seed)(training_args.seed)
     with training_args.main_process_first(desc="load and tokenize"):
-        task = load_task(data_args)
+        task = load_task(data_args, training_args)
     splits = task.splits
 
     model = task.model.to(training_args.device)
@@ -75,21 +84,29 @@ def main(argv: list[str] | None = None) -> dict:
             batch = task.data_collator([rows[i] for i in range(start, min(start + size, len(rows)))])
             batches.append({name: tensor.to(training_args.device) for name, tensor in batch.items()})
     model, callbacks = apply_variant(model, variant_args, batches, seed=training_args.seed)
+    with_ema = variant_args.ema_decay is not None
+    checkpoint = find_checkpoint(
+        training_args.resume_from_checkpoint, training_args.output_dir, training_args.world_size, with_ema
+    )
+    callbacks += task.callbacks
+    callbacks += [EmaCallback(variant_args.ema_decay, checkpoint)] if with_ema else []
 
     trainer = Trainer(
         model=model,
         args=training_args,
-        train_dataset=splits["train"],
+        train_dataset=splits["train"] if task.augmented is None else task.augmented,
         eval_dataset=splits["validation"],
         processing_class=task.processing_class,
         data_collator=task.data_collator,
         compute_metrics=task.compute_metrics,
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        compute_loss_func=task.compute_loss,
         callbacks=callbacks,
     )
-    checkpoint = training_args.resume_from_checkpoint
+    if with_ema and trainer.is_fsdp_enabled:
+        raise ValueError("ema_decay averages whole weights; FSDP gives each process a part of them. Use DDP.")
     start = time.perf_counter()
-    trained = trainer.train(resume_from_checkpoint=True if checkpoint == "last" else checkpoint)
+    trained = trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
 
     metrics = {}
@@ -124,6 +141,8 @@ def main(argv: list[str] | None = None) -> dict:
     if variant_args.variant == "ln":
         trainer.save_model()
     else:
+        # Weights that FSDP has cut up are put together again, by all processes.
+        whole = {"state_dict": trainer.accelerator.get_state_dict(trainer.model)} if trainer.is_fsdp_enabled else {}
         save_pretrained(
             trainer.model,
             training_args.output_dir,
@@ -135,6 +154,7 @@ def main(argv: list[str] | None = None) -> dict:
             callbacks=callbacks,
             tokenizer=task.processing_class,
             is_main_process=trainer.is_world_process_zero(),
+            **whole,
         )
     return results
 
@@ -145,7 +165,7 @@ def count_parameters(model) -> int:
 
 def card_metrics(metrics: dict[str, dict]) -> dict[str, float]:
     """What was scored on the test split, without how long it took."""
-    return {name: value for name, value in metrics["test"].items() if name.startswith(("accuracy", "f1", "loss"))}
+    return {name: value for name, value in metrics["test"].items() if name.startswith(SCORES)}
 
 
 if __name__ == "__main__":
