@@ -6,7 +6,6 @@ sees the same images, and so does a run that goes on after a break.
 
 import numpy as np
 import torch
-from torch.nn import functional
 from torchvision.transforms import v2
 from transformers import TrainerCallback
 
@@ -91,12 +90,3 @@ class ImageCollator:
         mixed, targets = self.mixup(images[:pairs], labels[:pairs]) if pairs else (images[:0], alone[:0])
         np.random.set_state(state)
         return torch.cat([mixed, images[pairs:]]), torch.cat([targets, alone])
-
-
-def cross_entropy(outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
-    """The mean over images, of class indices or of targets; `num_items_in_batch` counts the entries of all labels of
-    an optimizer step, accumulated ones included."""
-    loss = functional.cross_entropy(outputs.logits.float(), labels, reduction="sum")
-    if num_items_in_batch is None:
-        return loss / len(labels)
-    return loss * (labels[0].numel() / num_items_in_batch)

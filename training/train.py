@@ -40,10 +40,12 @@ Once `hf_autonorm` is imported, stock `AutoModelFor...from_pretrained` loads it.
 """
 
 import json
+import os
 import platform
 import shlex
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -105,6 +107,8 @@ def main(argv: list[str] | None = None) -> dict:
     )
     if with_ema and trainer.is_fsdp_enabled:
         raise ValueError("ema_decay averages whole weights; FSDP gives each process a part of them. Use DDP.")
+    if "ACCELERATE_USE_FSDP" in os.environ and not trainer.is_fsdp_enabled:
+        warnings.warn("FSDP was asked for, but accelerate has it for several GPUs only: each process has all weights.")
     start = time.perf_counter()
     trained = trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start

@@ -11,6 +11,7 @@ from training.data import idx, tables, treebank
 
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation"}
 SPLITS |= {"val": "validation", "dev": "validation", "test": "test", "testing": "test", "t10k": "test"}
+SPLITS |= {"extra": "extra"}
 
 
 def split_of(path: Path, root: Path) -> str:

@@ -16,11 +16,11 @@ from training.augmentation import (
     AugmentedRows,
     EpochCallback,
     ImageCollator,
-    cross_entropy,
     evaluation_transform,
     training_transform,
 )
 from training.data import dataset_card, find_column, load_splits, three_splits, with_class_labels
+from training.losses import cross_entropy
 from training.metrics import classification_scorer
 from training.models import class_names, hub_id, resolve_model
 from training.tasks import Task, take
@@ -65,7 +65,7 @@ def load(args, training_args) -> Task:
         dataset=dataset_card(args),
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         augmented=augmented,
-        compute_loss=cross_entropy,
+        compute_loss=cross_entropy(),
         callbacks=[EpochCallback(augmented)],
     )
 

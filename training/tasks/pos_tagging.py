@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
 from training.data import dataset_card, find_column, load_splits, three_splits
+from training.losses import cross_entropy
 from training.metrics import load_metric
 from training.models import class_names, resolve_model
 from training.tasks import Task, take
@@ -31,7 +32,7 @@ def load(args, training_args) -> Task:
     if args.model_name_or_path == "text_encoder":
         from training.models.text_encoder import text_encoder, train_tokenizer
 
-        tokenizer = train_tokenizer(splits["train"][text], lower_case=False)  # names begin with a capital
+        tokenizer = train_tokenizer(splits["train"][text])
         model = text_encoder(AutoModelForTokenClassification, tokenizer, **class_names(tags))
     else:
         path = resolve_model(args.model_name_or_path)
@@ -52,6 +53,7 @@ def load(args, training_args) -> Task:
         compute_metrics=scorer(),
         dataset=dataset_card(args),
         preprocess_logits_for_metrics=tags_and_losses,
+        compute_loss=cross_entropy(training_args.label_smoothing_factor),
     )
 
 

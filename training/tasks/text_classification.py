@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 from training.data import dataset_card, find_column, load_splits, three_splits, with_class_labels
+from training.losses import cross_entropy
 from training.metrics import classification_scorer
 from training.models import class_names, resolve_model
 from training.tasks import Task, take
@@ -27,7 +28,7 @@ def load(args, training_args) -> Task:
     if args.model_name_or_path == "text_encoder":
         from training.models.text_encoder import text_encoder, train_tokenizer
 
-        tokenizer = train_tokenizer(splits["train"][text], lower_case=True)
+        tokenizer = train_tokenizer(splits["train"][text])
         model = text_encoder(AutoModelForSequenceClassification, tokenizer, **class_names(names))
     else:
         path = resolve_model(args.model_name_or_path)
@@ -48,6 +49,7 @@ def load(args, training_args) -> Task:
         compute_metrics=classification_scorer(),
         dataset=dataset_card(args),
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        compute_loss=cross_entropy(training_args.label_smoothing_factor),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
+from training.losses import cross_entropy
 from training.metrics import classification_scorer
 from training.models import class_names, package_folder, resolve_model
 from training.tasks import Task, take
@@ -39,6 +40,7 @@ def load(args, training_args) -> Task:
         compute_metrics=classification_scorer(),
         dataset={"name": "the VADER lexicon (PyPI package vaderSentiment)"},
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        compute_loss=cross_entropy(training_args.label_smoothing_factor),
     )
 
 
