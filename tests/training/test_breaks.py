@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
@@ -20,25 +19,28 @@ from training.train import main
 
 
 def test_same_bits_after_a_kill(root, tmp_path):
-    """Augmented, mixed, accumulated, averaged, with gates that freeze; epochs of three steps, killed within the second,
-    one step after checkpoint 4. A newer checkpoint that was cut short is passed over."""
+    """Augmented, mixed, accumulated, averaged, with gates that freeze; epochs of three steps, killed within the
+    second, one step after checkpoint 4. A newer checkpoint that was cut short is passed over."""
     data = tmp_path / "data"
     data.mkdir()
     cifar10(data)
     command = f"""
         --config {root}/training/recipes/cifar10.yaml --data_dir {data} --use_cpu true --disable_tqdm true
         --variant autonorm_s --freeze_epoch 1 --mixup 0.5 --cutmix 1.0 --ema_decay 0.9
-        --max_steps 7 --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --max_eval_samples 4
+        --max_steps 7 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_eval_samples 4
         --save_strategy steps --save_steps 2 --eval_strategy steps --eval_steps 2 --save_total_limit 9
     """.split()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = main([*command, f"--output_dir={whole}"])
     assert expected["freeze_decision"]["step"] == 3 and (whole / "checkpoint-4" / "ema.safetensors").exists()
 
-    script = [sys.executable, f"{root}/tests/training/killed.py", "5", *command, f"--output_dir={killed}"]
-    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, env=os.environ | offline, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    launch = f"-m accelerate.commands.launch --config_file {root}/training/accelerate/single.yaml".split()
+    script = [f"{root}/tests/training/killed.py", "5", *command, f"--output_dir={killed}"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch, *script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
     assert sorted(path.name for path in killed.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     shutil.copytree(killed / "checkpoint-4", killed / "checkpoint-6")
     (killed / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 2.')
