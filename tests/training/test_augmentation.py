@@ -10,7 +10,7 @@ pytest.importorskip("timm")
 
 from torch import nn
 from torch.nn import functional
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertForTokenClassification, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_autonorm import patch
@@ -145,6 +145,39 @@ def test_loss_of_targets_is_counted_by_images():
     total = sum(cross_entropy()(ImageClassifierOutput(logits=x), y, num_items_in_batch=count) for x, y in parts)
     assert torch.allclose(total, expected)
     assert torch.allclose(cross_entropy()(ImageClassifierOutput(logits=logits), targets), expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_accumulated_batches_move_the_weights_as_one_batch_does(tmp_path, batch_size):
+    """Sentences of unequal length, and a head that takes `num_items_in_batch` and does not use it."""
+    ids = [[5, 6, 7, 8, 9], [5, 6], [7, 8, 9], [5]]
+    data = [{"input_ids": x, "attention_mask": [1] * len(x), "labels": [i % 3 for i in x]} for x in ids]
+
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        return {
+            name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+            for name, value in padding.items()
+        }
+
+    def train(size: int) -> dict:
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        arguments = TrainingArguments(
+            tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, max_steps=1,
+            use_cpu=True, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        model = BertForTokenClassification(config)
+        Trainer(model, arguments, collate, train_dataset=data, compute_loss_func=cross_entropy(0.1)).train()
+        return dict(model.named_parameters())
+
+    expected = train(4)
+    for name, weight in train(batch_size).items():
+        assert torch.allclose(weight, expected[name], atol=1e-5), name
 
 
 # --- Averaged weights -----------------------------------------------------------------------------------------------

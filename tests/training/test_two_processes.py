@@ -1,6 +1,7 @@
 """training/train.py under `accelerate launch` with two ranks on the CPU, without the network."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -64,6 +65,10 @@ def test_two_ranks_freeze_resume_and_score_every_word_once(ddp):
     # Seven rows do not divide by two ranks of three: the filling must not be counted.
     lengths = take(DatasetDict(test=Dataset.from_dict({"words": [6, 3] * 8})), None, 7)["test"]["words"]
     assert results["metrics"]["test"]["words"] == sum(lengths)
+
+    # Losses of batches of unequal length are averaged, so not more nearly; twice as much would be one a rank.
+    for scores in results["metrics"].values():
+        assert scores["loss"] == pytest.approx(math.log(scores["perplexity"]), rel=0.2)
 
     # Selectors learn until the freeze and keep every bit after it; the rest goes on learning.
     after = {step: load_file(whole / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6, 8)}
