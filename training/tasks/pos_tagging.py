@@ -1,43 +1,49 @@
 """Part-of-speech tagging: one tag a word, learned and scored on the word's first sub-token.
 
 Data: `tokens` and a tag column (`--label_column`: `upos`, 17 universal tags; `xpos`, Penn tags), in Hub datasets or
-local folders; the tags may be strings or class labels.
+local files: parquet, CoNLL-U files, or bracketed trees of the Penn Treebank, whose splits `read_trees` tells. The tags
+may be strings or class labels.
 """
 
-from pathlib import Path
-
 import torch
-from datasets import DatasetDict, Sequence, Value, load_dataset
+from datasets import DatasetDict, Sequence, Value
+from torch.nn import functional
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
+from training.data import dataset_card, find_column, load_splits, three_splits
+from training.losses import cross_entropy
 from training.metrics import load_metric
-from training.models import resolve_model
+from training.models import class_names, resolve_model
 from training.tasks import Task, take
 
+NLTK = "NLTK's sample of the Penn Treebank: python -m nltk.downloader treebank, then .../corpora/treebank/combined."
 IGNORED = -100  # the index that PyTorch's cross entropy leaves out
 NO_TAG = "_"  # on the surface form of a contraction ("don't") whose parts follow as words of their own
 
 
-def load(args) -> Task:
-    source = (args.data_dir,) if args.data_dir else (args.dataset_name, args.dataset_config)
-    if args.data_dir:
-        dataset = {"name": Path(args.data_dir).resolve().name}
-    else:
-        dataset = {"type": args.dataset_name} | ({"config": args.dataset_config} if args.dataset_config else {})
-    text, label = args.text_column or "tokens", args.label_column or "upos"
-    splits = load_dataset(*source).select_columns([text, label])
-    splits = with_string_tags(splits, label)
+def load(args, training_args) -> Task:
+    splits = load_splits(args, NLTK)
+    text = find_column(splits, args.text_column or "tokens", "text_column")
+    label = find_column(splits, args.label_column or "upos", "label_column")
+    splits = with_string_tags(three_splits(splits.select_columns([text, label])), label)
     tags = sorted({tag for split in splits.values() for row in split[label] for tag in row} - {NO_TAG})
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
-    path = resolve_model(args.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(path, add_prefix_space=True)  # words come apart already
-    label2id = {tag: index for index, tag in enumerate(tags)}
-    encode = encoder(tokenizer, text, label, label2id, args.max_length)
-    splits = splits.map(encode, batched=True, remove_columns=[text, label], desc="Tokenizing")
+    if args.model_name_or_path == "text_encoder":
+        from training.models.text_encoder import text_encoder, train_tokenizer
 
-    model = AutoModelForTokenClassification.from_pretrained(
-        path, dtype=torch.float32, label2id=label2id, id2label=dict(enumerate(tags)), num_labels=len(tags)
+        tokenizer = train_tokenizer(splits["train"][text])
+        model = text_encoder(AutoModelForTokenClassification, tokenizer, **class_names(tags))
+    else:
+        path = resolve_model(args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(path, add_prefix_space=True)  # words come apart already
+        model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32, **class_names(tags))
+    splits = splits.map(
+        encoder(tokenizer, text, label, {tag: index for index, tag in enumerate(tags)}, args.max_length),
+        batched=True,
+        remove_columns=[text, label],
+        num_proc=args.preprocessing_num_workers,
+        desc="Tokenizing",
     )
     return Task(
         model=model,
@@ -45,8 +51,9 @@ def load(args) -> Task:
         splits=splits,
         data_collator=DataCollatorForTokenClassification(tokenizer),
         compute_metrics=scorer(),
-        dataset=dataset,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),  # one index a token, not 17 scores
+        dataset=dataset_card(args),
+        preprocess_logits_for_metrics=tags_and_losses,
+        compute_loss=cross_entropy(training_args.label_smoothing_factor),
     )
 
 
@@ -79,15 +86,24 @@ def encoder(tokenizer, text: str, label: str, label2id: dict, max_length: int | 
     return encode
 
 
+def tags_and_losses(logits, labels) -> tuple[torch.Tensor, torch.Tensor]:
+    """(batch, tokens) each: the likeliest tag, the cross entropy (nats); two numbers a token, not one a tag."""
+    losses = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return logits.argmax(-1), losses
+
+
 def scorer():
-    accuracy, f1 = load_metric("accuracy"), load_metric("f1")
+    """Accuracy, macro-F1 and perplexity, a word each time."""
+    accuracy, f1, perplexity = load_metric("accuracy"), load_metric("f1"), load_metric("perplexity")
 
     def compute_metrics(output) -> dict[str, float]:
         counted = output.label_ids != IGNORED
-        pairs = {"predictions": output.predictions[counted], "references": output.label_ids[counted]}
+        tags, losses = output.predictions
+        pairs = {"predictions": tags[counted], "references": output.label_ids[counted]}
         return {
             **accuracy.compute(**pairs),
             "f1_macro": f1.compute(**pairs, average="macro")["f1"],
+            **perplexity.compute(predictions=losses[counted]),
             "words": int(counted.sum()),
         }
 

@@ -16,35 +16,31 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from training.metrics import load_metric
-from training.models import package_folder, resolve_model
+from training.losses import cross_entropy
+from training.metrics import classification_scorer
+from training.models import class_names, package_folder, resolve_model
 from training.tasks import Task, take
 
 LABELS = ("negative", "positive")
 COLUMNS = ("word", "rating", "spread", "ratings")
 
 
-def load(args) -> Task:
+def load(args, training_args) -> Task:
     splits = take(split_by_family(load_lexicon(args.data_dir)), args.max_train_samples, args.max_eval_samples)
     path = resolve_model(args.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     encode = encoder(tokenizer, args.max_length)
     splits = splits.map(encode, batched=True, remove_columns=list(COLUMNS), desc="Tokenizing")
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path,
-        dtype=torch.float32,
-        num_labels=len(LABELS),
-        id2label=dict(enumerate(LABELS)),
-        label2id={name: index for index, name in enumerate(LABELS)},
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **class_names(LABELS))
     return Task(
         model=model,
         processing_class=tokenizer,
         splits=splits,
         data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=scorer(),
+        compute_metrics=classification_scorer(),
         dataset={"name": "the VADER lexicon (PyPI package vaderSentiment)"},
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        compute_loss=cross_entropy(training_args.label_smoothing_factor),
     )
 
 
@@ -80,13 +76,3 @@ def encoder(tokenizer, max_length: int | None):
         return encoded
 
     return encode
-
-
-def scorer():
-    accuracy, f1 = load_metric("accuracy"), load_metric("f1")
-
-    def compute_metrics(output) -> dict[str, float]:
-        pairs = {"predictions": output.predictions, "references": output.label_ids}
-        return {**accuracy.compute(**pairs), "f1_macro": f1.compute(**pairs, average="macro")["f1"]}
-
-    return compute_metrics

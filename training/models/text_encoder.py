@@ -1,0 +1,37 @@
+"""A text encoder from scratch: 12 layers, width 128, 8 heads, as a RoBERTa, and its tokenizer, trained on the data."""
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel, RobertaConfig, RobertaTokenizer
+
+MAX_LENGTH = 512
+VOCABULARY = 10_000
+
+
+def train_tokenizer(texts: Iterable[str | list[str]]) -> RobertaTokenizer:
+    """Byte pairs of `texts`, `VOCABULARY` tokens at most, in upper and lower case.
+
+    Byte pairs, since the same texts always give the same ones; trained WordPieces hang on the order of a hash table,
+    and differ between the processes of a run.
+    """
+    lines = (text if isinstance(text, str) else " ".join(text) for text in texts)
+    empty = RobertaTokenizer(add_prefix_space=True, model_max_length=MAX_LENGTH)  # a first word is a word
+    return empty.train_new_from_iterator(lines, VOCABULARY, show_progress=False)
+
+
+def text_encoder(auto_class, tokenizer: RobertaTokenizer, **labels) -> PreTrainedModel:
+    """With fresh weights and the head of `auto_class`; `labels` name the classes."""
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        intermediate_size=512,
+        max_position_embeddings=MAX_LENGTH + tokenizer.pad_token_id + 1,  # positions go on after the padding's
+        type_vocab_size=1,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **labels,
+    )
+    return auto_class.from_config(config)
