@@ -303,3 +303,20 @@ def test_real_treebank(ewt, run):
     results, _ = run("pos_ewt", "--variant=ln", f"--data_dir={ewt}", "--max_length=64")
     assert results["rows"] == {"train": 64, "validation": 16, "test": 16}
     assert results["metrics"]["test"]["words"] > 100
+
+
+def test_the_monitor_says_what_earlier_freezes_would_have_changed(tiny_bert, tagged_words, root, tmp_path):
+    arguments = [
+        "--config", str(root / "training" / "recipes" / "pos_ewt.yaml"), "--data_dir", str(tagged_words),
+        "--model_name_or_path", str(tiny_bert), "--variant", "autonorm", "--output_dir", str(tmp_path),
+        "--num_train_epochs", "3", "--learning_rate", "0.01", "--use_cpu", "true", "--save_strategy", "no",
+        "--monitor_every", "1", "--try_earlier_freezes", "true", "--disable_tqdm", "true", "--report_to", "none",
+    ]  # fmt: skip
+    results = main(arguments)
+    said = results["stationarity"]
+    assert [entry["epoch"] for entry in said["drift"]] == [2, 3] and said["moved"] > 0 and said["advice"]
+    assert set(said["frozen_at"]) == {1, 2, 3}
+    # The gates of the last epoch are those of the trained model.
+    final, same = results["metrics"]["validation"], said["frozen_at"][3]
+    assert same["accuracy"] == final["accuracy"] and same["loss"] == pytest.approx(final["loss"], abs=1e-6)
+    assert json.loads((tmp_path / "results.json").read_text())["stationarity"]["moved"] == said["moved"]
