@@ -107,3 +107,12 @@ def test_one_seed_has_no_interval(tmp_path):
 def test_mistakes_are_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         parse_args(arguments)
+
+
+def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():
+    from training.arguments import parse_args as parse_training
+
+    for recipe in sorted(RECIPES.glob("*.yaml")):
+        _, changes = parse_args(["--recipe", str(recipe), "--scale", "cpu"])
+        _, variant, training = parse_training(["--config", str(recipe), *changes])
+        assert 1 <= variant.freeze_epoch < training.num_train_epochs, recipe.stem
