@@ -32,6 +32,8 @@ _SWITCHED_OFF = {
     "layerdrop": 0.0,
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
+    "speech_encoder_layerdrop": 0.0,
+    "layer_drop": 0.0,
     "output_router_logits": False,
 }
 
