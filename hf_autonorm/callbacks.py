@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -140,6 +141,13 @@ class GateFreezeCallback(_Resumable):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         layers = _learning_gates(kwargs["model"])
+        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
+        if not any(p.requires_grad for _, layer in layers for p in layer.bias_gate.parameters()):
+            warnings.warn(
+                "GateFreezeCallback: no gate is trainable, so freezing changes nothing. LoRA freezes what it does not "
+                "adapt: name the norms in its modules_to_save, or set requires_grad of the gates",
+                stacklevel=2,
+            )
         if self.freeze_epoch is not None and self.rule != "never" and not _has_length(kwargs.get("train_dataloader")):
             raise ConfigError(
                 f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so no epochs; use freeze_step"
@@ -313,6 +321,14 @@ class StrengthRampCallback(_Resumable):
         found = wrappers(kwargs["model"])
         if not found:
             raise NotPatchedError(_NOT_PATCHED)
+        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
+        added = [p for _, wrapper in found for p in wrapper.new_parameters()]
+        if added and not any(p.requires_grad for p in added):
+            warnings.warn(
+                "StrengthRampCallback: no parameter of the patch is trainable, so what the ramp brings in does not "
+                "learn. LoRA freezes what it does not adapt: name the norms in its modules_to_save",
+                stacklevel=2,
+            )
         self.start = None
         if not self.restore(state) or self.start is None:
             self.start = found[0][1].scalar("strength")
@@ -348,6 +364,19 @@ _NOT_PATCHED = (
 )
 
 
+def _require_in_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Raises ConfigError where the optimizer holds the model's parameters, but none that the patch added."""
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    added = [p for _, wrapper in wrappers(model) for p in wrapper.new_parameters() if p.requires_grad]
+    if added and any(id(p) in held for p in model.parameters()) and not any(id(p) in held for p in added):
+        raise ConfigError(
+            f"the optimizer holds none of the {len(added)} trainable parameters that the patch added: was it made "
+            "before patch? Make it (or the Trainer) after it; to keep them as they are, set requires_grad to False"
+        )
+
+
 def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
     """Beside the loss, and in the history: Trainer has copied the logs there before the callbacks run."""
     logs.update(values)
@@ -356,9 +385,19 @@ def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, fl
 
 
 def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
-    layers = [(name, layer) for name, layer in autonorms(model) if layer.bias_gate.learns]
+    # PEFT's `modules_to_save` keeps the unadapted norm beside the one that runs and learns.
+    layers = [
+        (name, layer)
+        for name, layer in autonorms(model)
+        if layer.bias_gate.learns and "original_module" not in name.split(".")
+    ]
     if layers:
         return layers
+    if wrappers(model) and all(layer.replaces for _, layer in autonorms(model)):
+        raise NotPatchedError(
+            "there is no gate to freeze: the patch replaces modules (norm='dyt', linear=…), it does not weigh them. "
+            "Leave GateFreezeCallback out, or patch with norm='autonorm'"
+        )
     if autonorms(model):
         raise NotPatchedError(
             "the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out"

@@ -167,6 +167,55 @@ def unpatch(model: Model, output: Out, as_json: Json = False) -> None:
     parts.done(output, {"output": str(output)}, as_json)
 
 
+@app.command(epilog="Example:  hf-autonorm fold my-bert my-fast-bert --texts sentences.txt")
+def fold(
+    model: Model,
+    output: Out,
+    texts: Texts = None,
+    tolerance: Annotated[float, typer.Option(help="Largest deviation of a gate's weight from 1.")] = 1e-3,
+    as_json: Json = False,
+) -> None:
+    """Collapse the gates that settled: to the original norm, or to one branch; [b]--texts[/b] judges those that depend
+    on their input."""
+    from . import fold as collapse
+    from .patching.record import wrappers
+
+    loaded = parts.load(model)
+    before = len(wrappers(loaded))
+    loaded = collapse(loaded, parts.batches(model, texts) if texts else None, tolerance)
+    left = len(wrappers(loaded))
+    parts.save(loaded, output, model)
+    if not as_json:
+        out.print(f"{before - left} of {before} patched modules are the original again", highlight=False)
+    parts.done(output, {"output": str(output), "patched_before": before, "patched_after": left}, as_json)
+
+
+@app.command(epilog="Example:  hf-autonorm push my-bert me/my-bert --private")
+def push(
+    folder: Annotated[Path, typer.Argument(help="The folder of a saved model.", metavar="DIR", show_default=False)],
+    repo: Annotated[
+        str, typer.Argument(help="owner/name on the Hub, made if missing.", metavar="REPO", show_default=False)
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch, made from main if missing; or refs/pr/N.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Upload a saved model and its card to the Hub, in one commit; after a broken upload, the same again goes on.
+    The token is that of [b]hf auth login[/b] or HF_TOKEN."""
+    from . import push_to_hub
+
+    commit = push_to_hub(
+        folder, repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
+    )
+    facts = {"url": commit.commit_url, "commit": commit.oid, "pull_request": commit.pr_url}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        out.print(f"Pushed: {commit.pr_url or commit.commit_url}", soft_wrap=True, highlight=False)
+
+
 @app.command(epilog="Example:  hf-autonorm card my-bert --metric accuracy=0.91 --baseline accuracy=0.90")
 def card(
     folder: Annotated[Path, typer.Argument(help="The folder of a saved model.", show_default=False)],

@@ -17,7 +17,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and
 Texts = Annotated[
     Path | None, typer.Option(help="A text file, one example a line, to calibrate or measure on.", show_default=False)
 ]
-Norm = Annotated[str, typer.Option(help="autonorm; the name of a branch (dyt, rms_norm, …), which replaces it; none.")]
+Norm = Annotated[
+    str, typer.Option(help="autonorm; the name of a branch (dyt, rms_norm, identity, …), which replaces it; none.")
+]
 Linear = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
 Conv = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
 Branches = Annotated[str, typer.Option(help="AutoNorm's branches beside the original norm, by commas.")]
@@ -66,9 +68,14 @@ def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
     from .errors import ConfigError
     from .hub.reading import local_folder
 
-    lines = [line.strip() for line in texts.read_text(encoding="utf-8").splitlines() if line.strip()][:512]
+    try:
+        text = texts.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
+        raise ConfigError(f"--texts {texts}: {why}") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()][:512]
     if not lines:
-        raise ConfigError(f"{texts} holds no text")
+        raise ConfigError(f"--texts {texts}: it holds no text; one example a line is wanted")
     tokenizer = AutoTokenizer.from_pretrained(local_folder(path))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -120,7 +120,8 @@ class PatchConfig(_Strict):
     norm: str | None = field(
         default="autonorm",
         metadata={
-            "help": "autonorm, the name of a branch (which then replaces the norm), or None: leave norms alone."
+            "help": "autonorm; the name of a branch, which then replaces the norm (dyt, rms_norm, …; identity: no "
+            "norm at all, where corrected layers follow it); or None: leave norms alone."
         },
     )
     linear: str | None = field(default=None, metadata={"help": "affine_like, norm_like, or None."})

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
 import transformers as tf
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
@@ -365,6 +367,37 @@ def test_a_patch_that_trainer_throws_away_is_noticed(tmp_path, callback):
 def test_gates_that_do_not_learn_cannot_be_frozen(tmp_path, gate):
     with pytest.raises(NotPatchedError, match="nothing to freeze"):
         trainer(tmp_path, [GateFreezeCallback()], make(gate=gate)).train()
+
+
+@pytest.mark.parametrize("fields", [{"norm": "dyt"}, {"norm": None, "linear": "affine_like"}])
+def test_without_a_gate_there_is_nothing_to_freeze(tmp_path, fields):
+    with pytest.raises(NotPatchedError, match="there is no gate to freeze.*Leave GateFreezeCallback out"):
+        trainer(tmp_path, [GateFreezeCallback()], make(**fields)).train()
+
+
+@pytest.mark.parametrize("callback", [GateFreezeCallback(1), StrengthRampCallback()])
+def test_a_patch_that_cannot_learn_is_noticed(tmp_path, callback):
+    """LoRA on top freezes all it does not adapt; with the norms in `modules_to_save` the gates go on learning."""
+    lora = lambda **k: get_peft_model(make(), LoraConfig(target_modules=["query"], **k))  # noqa: E731
+    name = type(callback).__name__
+    with pytest.warns(UserWarning, match=f"{name}: no .* is trainable.*modules_to_save"):
+        trainer(tmp_path, [callback], lora(), max_steps=1).train()
+    with warnings.catch_warnings(record=True) as caught:
+        trainer(tmp_path, [callback], lora(modules_to_save=["LayerNorm"]), max_steps=2).train()
+    assert not any(name in str(w.message) for w in caught)
+    if (
+        name == "GateFreezeCallback"
+    ):  # the copies that learn are counted, not the originals that PEFT keeps beside them
+        assert callback.decision["layers"] == 3 and all("modules_to_save" in n for n in callback.decision["frozen"])
+        assert all(layer["entropy"] > 0 for layer in callback.history[0]["layers"].values())
+
+
+def test_a_patch_without_parameters_may_ramp_beside_lora(tmp_path):
+    model = make(norm=None, linear="affine_like", include=r".*intermediate\.dense")
+    model = get_peft_model(model, LoraConfig(target_modules=["query"]))
+    with warnings.catch_warnings(record=True) as caught:
+        trainer(tmp_path, [StrengthRampCallback()], model, max_steps=1).train()
+    assert not any("StrengthRampCallback" in str(w.message) for w in caught)
 
 
 def test_strength_zero_counts_no_entropy_of_forwards_that_did_not_run(tmp_path):

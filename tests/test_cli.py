@@ -88,6 +88,17 @@ def test_patch_at_strength_zero_is_the_original(capsys, stock, texts, tmp_path):
     assert len(wrappers(patched)) == 2 and torch.equal(patched(ids).logits, original(ids).logits)
 
 
+def test_fold(capsys, stock, texts, tmp_path):
+    run(capsys, "patch", stock, tmp_path / "p", "--norm-weight", 0.9)
+    code, out, _ = run(capsys, "fold", tmp_path / "p", tmp_path / "f", "--json")
+    assert code == 0 and json.loads(out)["patched_after"] == 5
+    run(capsys, "patch", stock, tmp_path / "s", "--strength", 0)
+    code, out, _ = run(capsys, "fold", tmp_path / "s", tmp_path / "f", "--texts", texts)
+    assert code == 0 and "5 of 5 patched modules are the original again" in out
+    assert same_state(from_pretrained(tmp_path / "f"), from_pretrained(stock))
+    assert (tmp_path / "f" / "tokenizer.json").exists()
+
+
 def test_card(capsys, stock, tmp_path):
     run(capsys, "patch", stock, tmp_path / "p")
     readme = tmp_path / "p" / "README.md"
@@ -129,6 +140,12 @@ def test_env(capsys):
         (["card", "STOCK", "--metric", "accuracy"], 2, "name=value"),
         (["calibrate", "STOCK", "OUT"], 2, "--texts"),
         (["diagnose", "STOCK"], 2, "--texts"),
+        (["fold", "STOCK", "OUT"], 1, "nothing to fold"),
+        (["fold", "STOCK", "OUT", "--tolerance", "0.7"], 1, "tolerance"),
+        (["push", "/no/such/folder", "me/model"], 1, "there is no folder /no/such/folder to push"),
+        (["push", "STOCK", "a/b/c"], 1, "no name of a repository"),
+        (["push", "STOCK", "me/model"], 1, "HF_HUB_OFFLINE"),
+        (["push", "STOCK"], 2, "REPO"),
         (["plann"], 2, "plan"),
         (["plan"], 2, "MODEL"),
     ],
@@ -142,13 +159,27 @@ def test_errors(capsys, stock, tmp_path, arguments, code, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "content, words",
+    [(None, "No such file"), (b"", "holds no text"), (b"\xff\xfe\x00", "no UTF-8 text"), ("folder", "directory")],
+)
+def test_a_text_file_that_cannot_be_read_is_named(capsys, stock, tmp_path, content, words):
+    file = tmp_path / "my texts.txt"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    code, _, err = run(capsys, "patch", stock, tmp_path / "out", "--texts", file)
+    assert code == 1 and f"--texts {file}" in err and words in err and not (tmp_path / "out").exists()
+
+
 def test_debug_shows_the_traceback(stock):
     with pytest.raises(ValueError, match="matches none"):
         cli.main(["plan", str(stock), "--include", "nothing", "--debug"])
 
 
 @pytest.mark.parametrize(
-    "verb", ["", "plan", "patch", "calibrate", "gates", "diagnose", "unpatch", "card", "demo", "env"]
+    "verb", ["", "plan", "patch", "calibrate", "gates", "diagnose", "fold", "unpatch", "push", "card", "demo", "env"]
 )
 def test_help_teaches(capsys, verb):
     code, out, _ = run(capsys, *([verb] if verb else []), "--help")

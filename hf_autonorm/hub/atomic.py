@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -26,16 +27,29 @@ def replacing(directory: str | os.PathLike, stale: Callable[[Path], bool]) -> It
     What else lies in the old folder is carried over, except what the block wrote itself and what `stale` (of a path
     below the old folder) names. An exception leaves the old folder as it was.
     """
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory).strip():
+        raise FolderError(f"{directory!r} names no folder to save into")
     target = Path(directory).resolve()  # a link to a folder stays a link
-    if target.exists() and not target.is_dir():
-        raise FolderError(f"{directory} is a file; name a folder to save into")
-    if target == Path.cwd() or target in Path.cwd().parents:
-        raise FolderError(f"{directory} is, or holds, the current directory; save into a folder below or beside it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    restore(target)
-    _sweep(target)
-    new = _beside(target, "new")
-    new.mkdir()
+    try:
+        in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
+        if in_the_way is not None:
+            raise FolderError(f"{in_the_way} is a file; name a folder to save into")
+        if target == Path.cwd() or target in Path.cwd().parents:
+            raise FolderError(
+                f"{directory} is, or holds, the current directory; save into a folder below or beside it"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        restore(target)
+        _sweep(target)
+        new = _beside(target, "new")
+        new.mkdir()
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
+            raise
+        raise FolderError(
+            f"cannot write beside {directory} ({error.strerror}): a folder is first written under a temporary name in "
+            f"{target.parent}, which needs to be writable"
+        ) from error
     try:
         yield new, target
         if target.exists():
@@ -85,7 +99,7 @@ def _carry_over(old: Path, new: Path, stale: Callable[[Path], bool]) -> None:
         place = new / entry.name
         if entry.is_symlink() or not entry.is_dir():
             if not place.exists() and not stale(entry):
-                _link(entry, place)
+                link(entry, place)
         elif place.is_dir():
             _carry_over(entry, place, stale)
         elif not place.exists():
@@ -94,7 +108,7 @@ def _carry_over(old: Path, new: Path, stale: Callable[[Path], bool]) -> None:
             shutil.copymode(entry, place)
 
 
-def _link(file: Path, place: Path) -> None:
+def link(file: Path, place: Path) -> None:
     """A hard link (checkpoints may lie here, gigabytes of them), or a copy where the file system has none."""
     if file.is_symlink():
         os.symlink(os.readlink(file), place)

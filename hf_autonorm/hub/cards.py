@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,10 +15,12 @@ from ..callbacks import GateFreezeCallback
 from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, autonorms
 from ..patching.record import wrappers
-from .facts import calls, patched_groups, versions
+from .card_callback import ModelCardCallback, TrainingFacts, duration
+from .custom_code import CODE_FILE
+from .facts import calls, evaluation_table, patched_groups, versions, without_secrets
 from .metadata import CardError, base_of, check_numbers, dataset_parts, eval_results, merge, metric_type, read_card
 from .metadata import pipeline_tag as pipeline_tag_of
-from .snippets import snippet
+from .snippets import auto_class, snippet
 
 BEGIN = "<!-- hf_autonorm: begin. This part is rewritten on every save; your own words go above or below. -->"
 END = "<!-- hf_autonorm: end -->"
@@ -57,7 +60,12 @@ def write_card(
 
     Raises CardError, before anything is written, where the metadata would not be valid.
     """
-    metrics, baseline = check_numbers("metrics", metrics), check_numbers("baseline", baseline)
+    callbacks = list(callbacks or [])
+    facts = next((c.facts for c in callbacks if isinstance(c, ModelCardCallback)), TrainingFacts())
+    metrics = check_numbers("metrics", facts.metrics if metrics is None else metrics)
+    baseline = check_numbers("baseline", facts.baseline if baseline is None else baseline)
+    base_model, license = base_model or facts.base_model, license or facts.license
+    dataset, command = dataset or facts.dataset, without_secrets(command or facts.command)
     old = None
     if previous is not None and (previous / "README.md").is_file():
         old = read_card(previous / "README.md")
@@ -78,7 +86,7 @@ def write_card(
         "pipeline_tag": task,
         "tags": _tags(model),
         "datasets": [parts["hub_id"]] if parts["hub_id"] else [],
-        "metrics": [metric_type(n) for n in metrics],
+        "metrics": [metric_type(n) for n, value in metrics.items() if math.isfinite(value)],
         "eval_results": eval_results(metrics, baseline, parts, task or "other", label),
         "model_name": name,
     }
@@ -94,18 +102,27 @@ def write_card(
         model_class=type(model).__name__,
         base_model=base,
         snippet=snippet(model, folder, repo_id or name),
+        trusted=auto_class(type(model).__name__) if (folder / CODE_FILE).is_file() else None,
+        path=repo_id or name,
         groups=patched_groups(model),
         calls=calls(model),
         strength=_strengths(model),
         label=label,
         results=_results(metrics, baseline),
         has_baseline=bool(baseline),
+        not_finite=sorted({metric_type(n) for d in (metrics, baseline) for n, v in d.items() if not math.isfinite(v)}),
         dataset=parts["name"] if dataset else None,
         split=parts.get("split"),
         command=command,
+        hyperparameters=[(name, str(value)) for name, value in facts.hyperparameters.items()],
+        evaluations=evaluation_table(facts.evaluations),
+        examples=facts.examples,
+        duration=duration(facts.seconds),
+        hardware=facts.hardware,
+        resumed_from=facts.resumed_from,
         versions=", ".join(f"{package} {number}" for package, number in versions().items()),
         papers=_papers(model),
-        **_gate_facts(model, folder, list(callbacks or [])),
+        **_gate_facts(model, folder, callbacks),
     )
     fresh.data = data
     fresh.text = _splice(None if old is None else old.text, re.sub(r"\n{3,}", "\n\n", fresh.text))

@@ -51,6 +51,27 @@ def _changed(config: Any, default: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
 
 
+def evaluation_table(evaluations: list[dict[str, Any]], longest: int = 20) -> list[list[str]]:
+    """A heading and a row an evaluation, as text; of a long run evenly spaced ones, the last among them."""
+    if not evaluations:
+        return []
+    names = list(dict.fromkeys(name for row in evaluations for name in row))
+    step = -(-len(evaluations) // longest)
+    chosen = evaluations[::-1][::step][::-1]
+    shown = [[f"{row[n]:.6g}" if isinstance(row.get(n), (int, float)) else "" for n in names] for row in chosen]
+    return [[name.replace("_", " ") for name in names], *shown]
+
+
+_SECRET = re.compile(
+    r"(--?[\w-]*(?:token(?!s)|secret|password|api[-_]?key)[\w-]*[ =])(\"[^\"]*\"|'[^']*'|\S+)|\bhf_\w{16,}"
+)
+
+
+def without_secrets(command: str | None) -> str | None:
+    """A command line for everyone to read: the value of `--hub_token` and its like, and Hub tokens, become `…`."""
+    return None if command is None else _SECRET.sub(lambda found: f"{found.group(1) or ''}…", command)
+
+
 def versions() -> dict[str, str]:
     """Of Python and the packages that matter for loading the model again."""
     found = {"python": platform.python_version()}

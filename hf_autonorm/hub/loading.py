@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -21,20 +22,27 @@ from ..nn.wrapper import Wrapper
 from ..patching.record import QUANT_METHOD, update_record, wrappers
 from ..patching.surgery import rebuild
 from ..patching.targets import find_targets
+from .remote import drop_auto_map, is_own_class
+from .stacking import stacked_quantizer
 
 
-@register_quantization_config(QUANT_METHOD)
 class AutoNormQuantizationConfig(QuantizationConfigMixin):
     """`config.quantization_config` of a patched model, as transformers parses it."""
 
     def __init__(
-        self, patches: list[dict[str, Any]], version: str | None = None, quant_method: str = QUANT_METHOD
+        self,
+        patches: list[dict[str, Any]],
+        version: str | None = None,
+        quant_method: str = QUANT_METHOD,
+        stacked: Any = None,
+        stacked_pre_quantized: bool = False,
     ) -> None:
         self.quant_method, self.version, self.patches = quant_method, version, patches
+        self.stacked, self.stacked_pre_quantized = stacked, stacked_pre_quantized  # see `stacking`
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
-        unknown = set(config_dict) - {"quant_method", "version", "patches"}
+        unknown = set(config_dict) - {"quant_method", "version", "patches", "stacked", "stacked_pre_quantized"}
         if unknown or "patches" not in config_dict:
             raise CheckpointError(
                 f"the patch record in config.json has the keys {sorted(config_dict)}; expected quant_method, version "
@@ -43,11 +51,15 @@ class AutoNormQuantizationConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-@register_quantizer(QUANT_METHOD)
 class AutoNormQuantizer(HfQuantizer):
     """Wraps the recorded modules before the weights are loaded; checks, after it, that every new tensor was loaded."""
 
     is_trainable = True
+
+    def __new__(cls, config: AutoNormQuantizationConfig, **kwargs: Any):
+        if config.stacked is None:
+            return super().__new__(cls)
+        return stacked_quantizer(config.patches, config.stacked, config.stacked_pre_quantized)
 
     def is_serializable(self) -> bool:
         return True
@@ -60,7 +72,7 @@ class AutoNormQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        rebuild(model, resolve_patches(model, self.quantization_config.patches))
+        rebuild_recorded(model, self.quantization_config.patches)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         # Not super(): the flags it sets say "quantised", and then `.half()` and Trainer refuse the model.
@@ -70,10 +82,24 @@ class AutoNormQuantizer(HfQuantizer):
             config = module.__dict__.get("config")
             if isinstance(config, PreTrainedConfig):
                 config.__dict__.pop("_is_quantized", None)
-        require_loaded(model)
-        for _, wrapper in wrappers(model):
-            wrapper._sync_scalars()
-        update_record(model)
+        finish(model)
+
+
+def rebuild_recorded(model: nn.Module, patches: list[dict[str, Any]]) -> None:
+    """Wraps the recorded modules of a skeleton, and notes the shapes of what is to be loaded."""
+    rebuild(model, resolve_patches(model, patches))
+    for _, wrapper in wrappers(model):
+        wrapper._expected_shapes = {name: t.shape for name, t in added_tensors(wrapper).items()}
+
+
+def finish(model: nn.Module) -> None:
+    """After the weights are loaded: all there, Python's copies of the scalars renewed, the config in order."""
+    require_loaded(model)
+    for _, wrapper in wrappers(model):
+        wrapper._sync_scalars()
+    update_record(model)
+    if not is_own_class(type(model)):
+        drop_auto_map(model.config)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -118,6 +144,8 @@ def resolve_patches(model: nn.Module, patches: list[dict[str, Any]]) -> list[tup
                 )
             names.append(own)
         resolved.append((config, names))
+    if patches and not any(names for _, names in resolved):
+        _refuse_unrelated(model)
     return resolved
 
 
@@ -138,6 +166,17 @@ def _own_name(model: nn.Module, modules: dict[str, nn.Module], name: str) -> str
     )
 
 
+def _refuse_unrelated(model: nn.Module) -> None:
+    """None of the recorded modules is in this model: another class's head was patched alone, or it is unrelated."""
+    saved_as = (getattr(getattr(model, "config", None), "architectures", None) or [None])[0]
+    saved_class = getattr(transformers, saved_as or "", None)
+    if getattr(saved_class, "config_class", None) is not getattr(model, "config_class", None):
+        raise CheckpointError(
+            f"this is the checkpoint of a patched {saved_as}, and {type(model).__name__} has none of the modules "
+            "patched in it; load it with its own class or through an AutoModel class"
+        )
+
+
 def require_loaded(model: nn.Module) -> None:
     """Raises CheckpointError where a tensor that the patch added was not in the checkpoint: transformers would leave
     uninitialised memory there."""
@@ -147,9 +186,15 @@ def require_loaded(model: nn.Module) -> None:
         return  # rank 0 reads the file and broadcasts
     missing = []
     for name, wrapper in wrappers(model):
+        expected = wrapper.__dict__.pop("_expected_shapes", {})
         for own_name, tensor in added_tensors(wrapper).items():
             if not getattr(tensor, "_is_hf_initialized", False):
                 missing.append(f"{name}.{own_name}")
+            elif tensor.shape != expected.get(own_name, tensor.shape):  # transformers 5.0 takes tensors of any size
+                raise CheckpointError(
+                    f"{name}.{own_name} has the shape {tuple(tensor.shape)} in the checkpoint, by its patch record "
+                    f"{tuple(expected[own_name])}: they belong to different patches"
+                )
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the patch are not in the checkpoint: {', '.join(missing[:4])}"
@@ -163,3 +208,8 @@ def added_tensors(wrapper: Wrapper) -> dict[str, torch.Tensor]:
     inside = {id(t) for t in (*wrapper.original.parameters(), *wrapper.original.buffers())}
     state = wrapper.state_dict(keep_vars=True)
     return {name: t for name, t in state.items() if id(t) not in inside and not name.startswith("original.")}
+
+
+# Statements, not decorators: the file that travels with a model has these classes too, and registers nothing for good.
+register_quantization_config(QUANT_METHOD)(AutoNormQuantizationConfig)
+register_quantizer(QUANT_METHOD)(AutoNormQuantizer)

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
 from ..errors import AutoNormError
+from ..nn.branches import BRANCHES
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PIPELINE_TAGS = {  # by the end of the class name
@@ -74,6 +75,8 @@ def read_card(path: Path) -> ModelCard:
 
 def check_numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, float]:
     """`{name: value}` as Python floats (ints stay ints); CardError where a value is no number."""
+    if values is not None and not isinstance(values, Mapping):
+        raise CardError(f"{what}={values!r} must be a dict of numbers, like {{'accuracy': 0.91}}")
     numbers = {}
     for name, value in (values or {}).items():
         if hasattr(value, "item"):
@@ -136,13 +139,19 @@ def merge(previous: ModelCard | None, ours: dict[str, Any], given: set[str]) -> 
     old = {} if previous is None else previous.data.to_dict()
     old.pop("model-index", None)
     old_results = [] if previous is None else previous.data.eval_results or []
+    left_behind = set(OUR_TAGS)
+    if ours.get("library_name") != "hf_autonorm" and "hf_autonorm" in _as_list(old.get("library_name")):
+        # The patch was taken out: its branches' names and the patched model's results say nothing of this model.
+        old.pop("library_name")
+        left_behind |= set(BRANCHES)
+        old_results = [r for r in old_results if not (r.metric_name or "").endswith("(patched)")]
     old_name = None if previous is None else previous.data.model_name
     new = {key: value for key, value in ours.items() if value not in (None, [], "")}
     results, name = new.pop("eval_results", []), new.pop("model_name")
     merged: dict[str, Any] = {key: value for key, value in old.items() if value is not None}
     for key in _LISTS_OF_STRINGS:
         wanted = _as_list(new.pop(key, None))
-        kept_words = [word for word in _as_list(old.get(key)) if word not in OUR_TAGS or word in wanted]
+        kept_words = [word for word in _as_list(old.get(key)) if word not in left_behind or word in wanted]
         united = [*kept_words, *wanted]
         merged.pop(key, None)
         if united:
@@ -174,6 +183,9 @@ def check_metadata(data: dict[str, Any]) -> None:
         words = value if isinstance(value, list) and key in ("language", "base_model", "license") else [value]
         if not words or not all(isinstance(v, str) and v for v in words):
             raise CardError(f"metadata {key}={value!r} must be a word")
+    for word in _as_list(data.get("base_model")):
+        if not _HUB_ID.fullmatch(word):
+            raise CardError(f"metadata base_model={word!r} must be a Hub id (owner/name), not a path or a sentence")
     if "widget" in data and not isinstance(data["widget"], list):
         raise CardError(f"metadata widget={data['widget']!r} must be a list")
     for entry in data.get("model-index", []):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -30,14 +31,24 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     Args:
         path: a folder, or a Hub id (downloaded once, then from the cache).
         model: a fresh, unpatched model of the class that was saved; patched and filled in place.
-        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`.
+        options: `revision`, `token`, `cache_dir` for the download; the others for transformers' `from_pretrained`
+            (`dtype`, `device_map`, a `quantization_config` of another library on top of the patch, …).
 
-    Raises CheckpointError where the checkpoint and the model do not belong together, tensor by tensor.
+    Raises FolderError where there is no such folder or repository, or no model in it; CheckpointError where the
+    checkpoint and the model do not belong together, tensor by tensor.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; make one: model={model.__name__}(…)" if isinstance(model, type) else model
+        raise ConfigError(f"model must be a fresh model of the class that was saved, got {kind}")
     folder = local_folder(path, **{k: options.pop(k) for k in ("revision", "token", "cache_dir") if k in options})
     config = read_json(folder / "config.json")
+    known = (folder / RECORD_FILE).exists() or not {"model_type", "architecture"}.isdisjoint(config)
+    if model is None and not known:
+        raise FolderError(f"{path} holds no saved model: {_contents(folder)}")
     if model is None and not (folder / RECORD_FILE).exists() and "model_type" in config:
-        return _transformers_class(config).from_pretrained(folder, **options)
+        from .stacking import stacked_options
+
+        return _transformers_class(config).from_pretrained(folder, **stacked_options(folder, config, options))
     if options:
         raise ConfigError(f"{sorted(options)} are options of transformers models only, and {path} holds another one")
     if model is None:
@@ -45,17 +56,45 @@ def from_pretrained(path: str | os.PathLike, model: nn.Module | None = None, **o
     return _load_into(model, folder, config)
 
 
+def _contents(folder: Path) -> str:
+    names = sorted(file.name for file in folder.iterdir())
+    inside = [
+        name for name in names if (folder / name / "config.json").exists() or (folder / name / RECORD_FILE).exists()
+    ]
+    if inside:
+        return f"it has no config.json, but {inside[0]} in it has"
+    found = f"it has {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "it is empty"
+    return f"{found}; no config.json of a transformers or timm model, no {RECORD_FILE}"
+
+
 def local_folder(path: str | os.PathLike, **options: Any) -> Path:
     """The folder itself, or that of the Hub cache."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path).strip():
+        raise FolderError(f"{path!r} names no folder and no model on the Hub (owner/name)")
     folder = Path(path)
     restore(folder.resolve())
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise FolderError(f"{path} is a file; name the folder it is in: {folder.parent}")
+    missing = f"there is no folder {path}{_similar(folder)}"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) or str(path).startswith("."):
-        raise FolderError(f"there is no folder {path}, and it is no Hub id either (owner/name)")
+        raise FolderError(f"{missing}, and it is no Hub id either (owner/name)")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    return Path(snapshot_download(str(path), allow_patterns=list(_WANTED), **options))
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=list(_WANTED), **options))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise FolderError(f"{missing}, and the Hub gives no model of this name: {said}") from error
+
+
+def _similar(folder: Path) -> str:
+    """` (nearest: 'my-model')`: folders beside the missing one whose names are like it."""
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    close = difflib.get_close_matches(folder.name, [f.name for f in beside if f.is_dir()], cutoff=0.7)
+    return f" (nearest: {', '.join(repr(str(folder.parent / name)) for name in close)})" if close else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

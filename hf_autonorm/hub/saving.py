@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -12,13 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError, nearest
 from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
+from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
+from .remote import is_own_class
+from .stacking import join_records
 
-_WEIGHTS = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
+_WEIGHTS = re.compile(r"(model|pytorch_model)([.-][^/]*)?\.(safetensors|bin)(\.index\.json)?")
+_OURS = (RECORD_FILE, CODE_FILE, "assets/gates.png", "assets/gate_history.png")
+_NOT_OPTIONS = {"self", "save_directory", "is_main_process", "push_to_hub", "token", "kwargs"}
 # What belongs to a model beside weights and config: tokenizer, processor, templates, sentence-transformers' layout.
 _COMPANIONS = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "chat_template*",
@@ -40,7 +47,9 @@ def save_pretrained(
     tokenizer: Any = None,
     files_from: str | os.PathLike | None = None,
     license: str | None = None,
+    repo_id: str | None = None,
     card: bool = True,
+    custom_code: bool = False,
     is_main_process: bool = True,
     **options: Any,
 ) -> Path:
@@ -53,38 +62,40 @@ def save_pretrained(
     tokenizer, checkpoints) stay. Nothing is sent anywhere.
 
     Args:
-        model: patched or not; `torch.compile` and DDP wrappers are taken off.
+        model: patched or not; `torch.compile`, data-parallel and weight-averaging wrappers are taken off.
         directory: made if missing.
         metrics, baseline: `{name: value}` for the card, of this model and of the one it is compared with.
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
         command: the command line that trained it.
-        callbacks: those of the training run; the card tells the decision of a GateFreezeCallback among them.
+        callbacks: those of the training run: a ModelCardCallback fills the card with what happened in it (whatever is
+            given here wins), a GateFreezeCallback tells its decision.
         tokenizer: anything with `save_pretrained` that belongs beside the model (tokenizer, image processor).
         files_from: a folder or Hub id whose tokenizer and processor files are copied as they are.
         license: for the card's metadata; default: that of a README.md in the folder.
+        repo_id: where the model will be on the Hub; the card's snippet loads it from there.
         card: write README.md, or bring its section up to date; its other text and metadata are kept.
+        custom_code: write `modeling_autonorm.py` beside the weights: `AutoModel….from_pretrained(…,
+            trust_remote_code=True)` then loads it where this package is not installed. transformers models only.
         is_main_process: False on the other ranks of a distributed run: nothing is written.
         options: for transformers' own `save_pretrained` (`max_shard_size`, `variant`, …).
 
-    Raises `CardError` where the card cannot be written; the weights are saved then.
+    Raises `ConfigError` and `FolderError` before anything is written; `CardError` where only the card cannot be
+    written: the weights are saved then.
     """
-    if options.pop("push_to_hub", False):
-        raise ConfigError(
-            "save_pretrained never touches the network; leave push_to_hub out, upload the folder after it"
-        )
-    if options.pop("safe_serialization", True) is not True:
-        raise ConfigError("safe_serialization=False: only safetensors are written")
     model = unwrapped(model)
+    _check_arguments(model, tokenizer, options)
     if not is_main_process:
         return Path(directory)
-    transformers_model = is_transformers(model)
-    if not transformers_model and options.keys() - {"max_shard_size"}:
-        raise ConfigError(f"{sorted(options.keys() - {'max_shard_size'})} are options of transformers models only")
+    # A model that brought its code along keeps it, written anew for what is saved now.
+    custom_code = custom_code or is_own_class(type(model))
+    auto_map = auto_map_of(model) if custom_code else None
     failure = None
     with replacing(directory, stale=lambda path: _is_stale(path, Path(directory).resolve())) as (new, target):
-        if transformers_model:
+        if is_transformers(model):
             _write_transformers(model, new, options)
+            write_custom_code(new, auto_map)
+            join_records(new)
         else:
             _write_plain(model, new, options)
         if tokenizer is not None:
@@ -100,6 +111,7 @@ def save_pretrained(
                     new,
                     name=target.name,
                     previous=target,
+                    repo_id=repo_id,
                     metrics=metrics,
                     baseline=baseline,
                     base_model=base_model,
@@ -111,16 +123,16 @@ def save_pretrained(
             except CardError as error:  # a wrong word in the card is no reason to lose the weights
                 failure = error
     if failure is not None:
-        raise type(failure)(f"{failure}. The model itself is saved in {directory}")
+        raise type(failure)(f"{failure}. The model itself is saved in {directory}") from failure
     return Path(directory)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """`model` without `torch.compile` and data-parallel wrappers around it."""
+    """`model` without the wrappers of `torch.compile`, data parallelism and weight averaging around it."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)):
             model = model.module
         else:
             return model
@@ -134,6 +146,33 @@ def is_transformers(model: nn.Module) -> bool:
 
 def is_timm(model: nn.Module) -> bool:
     return type(model).__module__.split(".")[0] == "timm" and hasattr(model, "pretrained_cfg")
+
+
+def _check_arguments(model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; make a model of it" if isinstance(model, type) else type(model).__name__
+        raise UnsupportedError(f"a model must be an nn.Module, got {kind}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise ConfigError(
+            f"tokenizer={tokenizer!r} has no save_pretrained; give the object (AutoTokenizer.from_pretrained(…)), or "
+            "the folder or Hub id that holds its files as files_from"
+        )
+    if options.pop("push_to_hub", False):
+        raise ConfigError(
+            "save_pretrained never touches the network; leave push_to_hub out, hf_autonorm.push_to_hub sends"
+        )
+    if options.pop("safe_serialization", True) is not True:
+        raise ConfigError("safe_serialization=False: only safetensors are written")
+    known = {"max_shard_size"}
+    if is_transformers(model):
+        known |= set(inspect.signature(type(model).save_pretrained).parameters) - _NOT_OPTIONS
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        ours = set(inspect.signature(save_pretrained).parameters) - {"model", "directory", "options"}
+        kind = (
+            "a transformers model" if is_transformers(model) else f"a {type(model).__name__}, no transformers model,"
+        )
+        raise ConfigError(f"{unknown[0]!r} is no option for saving {kind}; {nearest(unknown[0], known | ours)}")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -170,11 +209,15 @@ def _clean(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _is_stale(file: Path, folder: Path) -> bool:
     """Whether an old file belongs to the model that is being replaced (and not to the user)."""
-    if file.parent != folder:
-        return False
-    if file.name == "config.json":
+    name = file.relative_to(folder).as_posix()
+    if name == "config.json":
         return not {"model_type", "architecture"}.isdisjoint(read_json(file))
-    return file.name == RECORD_FILE or _WEIGHTS.fullmatch(file.name) is not None
+    return is_stale_name(name)
+
+
+def is_stale_name(name: str) -> bool:
+    """Whether a file of that path in a model's folder was written with the model, whatever is in it."""
+    return name in _OURS or _WEIGHTS.fullmatch(name) is not None
 
 
 def _copy_companions(source: str | os.PathLike, folder: Path) -> None:

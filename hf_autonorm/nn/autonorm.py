@@ -57,6 +57,10 @@ class AutoNorm(Wrapper):
     With a gate fixed on a branch (`GateConfig(kind="fixed", value=0.0)`) it is that branch alone; f then only runs
     for λ < 1.
 
+    A NaN in a token gives NaN in that token, in training and eval, frozen or not, and changes no other token; so does
+    an infinite value, as in the norm, but a branch alone shows what its own curve makes of it (tanh(∞) = 1). Where a
+    gate or branch pools a sequence, its other valid tokens see the NaN too, padding and other sequences do not.
+
     Args:
         original: any LayerNorm- or RMSNorm-like module, whatever its class; `NotANorm` otherwise.
         branches: names from the registry (`register_branch`), in the gate's order.

@@ -8,6 +8,7 @@ class SoftSign(PointwiseBranch):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -18,20 +19,37 @@ from .traits import NormTraits, measure
 from .wrapper import Fp32Buffers
 
 BRANCHES: dict[str, type[Branch]] = {}
+_TAKEN = ("autonorm", "norm", "none")  # the gated layer, the original in reports, no norm on the command line
 
 
 def register_branch(name: str) -> Callable[[type], type]:
     """Class decorator: makes a `Branch` subclass known as `name` in `PatchConfig.branches` and `norm=name`.
 
     The same name must be registered again before a model that was saved with it is loaded.
+
+    Raises ConfigError for a name that is none (letters, digits, `_` and `-`) or is taken, and for a class that lacks
+    what a branch needs: `curve` of a PointwiseBranch, `forward` of another Branch.
     """
+    if isinstance(name, type):
+        raise ConfigError(f'register_branch takes a name: @register_branch("{name.__name__.lower()}")')
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ConfigError(
+            f"branch name {name!r} must be a word of letters, digits, '_' and '-', e.g. 'softsign': it stands in "
+            "configs, tables and command lines"
+        )
 
     def register(cls: type) -> type:
         if not (isinstance(cls, type) and issubclass(cls, Branch)):
             raise ConfigError(f"branch {name!r}: {cls!r} must be a subclass of hf_autonorm.nn.Branch")
         known = BRANCHES.get(name)
-        if name == "autonorm" or (known is not None and known.__qualname__ != cls.__qualname__):
+        if name in _TAKEN or (known is not None and known.__qualname__ != cls.__qualname__):
             raise ConfigError(f"branch {name!r} is already registered; choose another name")
+        if cls.pointwise and not issubclass(cls, PointwiseBranch):
+            raise ConfigError(f"branch {name!r}: {cls.__name__} is pointwise, so it must be a PointwiseBranch")
+        if cls.pointwise and cls.curve is PointwiseBranch.curve:
+            raise ConfigError(f"branch {name!r}: {cls.__name__} must define curve(self, z)")
+        if cls.forward is Branch.forward:
+            raise ConfigError(f"branch {name!r}: {cls.__name__} must define forward(self, x, mask=None)")
         BRANCHES[name] = cls
         return cls
 
@@ -48,6 +66,9 @@ class Branch(Fp32Buffers):
         device, dtype: of the new parameters.
 
     A branch learns a scale (shift) exactly where the norm does; elsewhere the scale is a constant in a buffer.
+
+    NaN gives NaN. An infinite value gives the limit ±1, scaled and shifted, in `dyt` and `derf`, itself in `identity`,
+    and NaN in the others.
     """
 
     pools_sequence = False  # True: looks at other positions of the sequence (refused on causal decoders)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..config import GateConfig
 from .branches import masked_mean, uniform_fan_in_
@@ -24,7 +24,8 @@ class NormSelector(nn.Module):
 
     p = softmax(W₂ relu(W₁ x + b₁) + b₂), computed in fp32 or wider whatever the parameters' dtype. While training
     and not frozen, `gumbel` draws w = softmax((logits + Gumbel noise)/τ); otherwise w = p. W₂ starts at zero and b₂
-    so that the original's weight is exactly `init_norm_weight`.
+    so that the original's weight is `init_norm_weight`: to 1e-6 in fp32, to 1e-5 in bf16 and fp16, also where the
+    layer is cast later.
 
     The parameters are held plainly: an inner `nn.Linear` would be re-initialised, LoRA-wrapped, quantised or patched.
 
@@ -73,8 +74,13 @@ class NormSelector(nn.Module):
             self.bias_in.zero_()
             self.weight_out.zero_()
         if not self.bias_out.is_meta:
-            logs = [math.log(p) for p in self.initial_weights()]
-            self.bias_out.copy_(torch.tensor(logs, dtype=torch.float32, device="cpu"))
+            first, rest = self.initial_weights()[:2]
+            difference = math.log(first) - math.log(rest)
+            # Only differences count. One log per weight would be rounded to 2 digits in half precision; so the first
+            # logit is a number that every dtype holds, and the others are the small rest, held to 2 digits of that.
+            coarse = torch.tensor(difference, dtype=torch.bfloat16, device="cpu").item()
+            self.bias_out.fill_(coarse - difference)
+            self.bias_out[0] = coarse
 
     def logits(self, rows: Tensor, mask: Tensor | None, frozen: Tensor | None) -> Tensor:
         """rows: (…, width) in fp32 or wider. Returns (…, K+1); the leading axes are 1 (or absent) where shared.

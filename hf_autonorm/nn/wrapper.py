@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ def with_zero_gradients(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """
     wanted = [p for p in parameters if p.requires_grad]
     return _ZeroGradients.apply(y, *wanted) if wanted and torch.is_grad_enabled() else y
+
+
+def outside_inference_mode(verb: Callable) -> Callable:
+    """Decorator: what `verb` makes can be trained later, also where it is called inside `torch.inference_mode()`."""
+
+    @functools.wraps(verb)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return verb(*args, **kwargs)
+        with torch.inference_mode(False):
+            return verb(*args, **kwargs)
+
+    return run
 
 
 class Fp32Buffers(nn.Module):
@@ -64,7 +78,7 @@ class Wrapper(Fp32Buffers):
         self.original = original
         self.training = original.training
         self._scalars: tuple[str, ...] = ()
-        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._seen: dict[str, tuple[Tensor, int | None]] = {}
         self._values: dict[str, float] = {}
         self._is_zero = self._is_one = False
         self._add_scalar("strength", strength, device)
@@ -94,7 +108,7 @@ class Wrapper(Fp32Buffers):
         changed = False
         for name in self._scalars:
             tensor, (seen, version) = self._buffers[name], self._seen[name]
-            if tensor is not seen or (not tensor.is_inference() and tensor._version != version):
+            if tensor is not seen or version is None or (not tensor.is_inference() and tensor._version != version):
                 if not tensor.is_meta:
                     self._values[name] = float(tensor)
                 self._remember(name)
@@ -111,7 +125,13 @@ class Wrapper(Fp32Buffers):
     def set_scalar(self, name: str, value: float) -> None:
         """Writes a scalar buffer in place; the way that `torch.compile`d code sees."""
         self._buffers[name].fill_(value)
+        self._forget(name)
         self._sync_scalars()
+
+    def _forget(self, *names: str) -> None:
+        """Has these read again: a tensor made in inference mode keeps no count of its changes."""
+        for name in names:
+            self._seen[name] = (self._buffers[name], None)
 
     def scalar(self, name: str) -> float:
         """The present value of a scalar buffer, as a Python float."""
@@ -125,6 +145,7 @@ class Wrapper(Fp32Buffers):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self._forget(*self._scalars)
         self._sync_scalars()
 
     def _apply(self, fn, recurse: bool = True):

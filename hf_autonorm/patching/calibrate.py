@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,27 +13,13 @@ from torch import Tensor, nn
 from ..errors import ConfigError, NotPatchedError
 from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, valid_tokens
-from ..nn.branches import Branch
-from ..nn.wrapper import Wrapper
+from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
+from .batches import as_batches, attention_mask, forward
+from .fit_branch import FitRow, fit_autonorm
 from .fit_gain import RunningR2, fit_gain, tune_gains, valid_rows
 from .lockstep import Lockstep
 from .record import wrappers
-
-# α is searched where α·rms(x) lies between these: below, every curve is a straight line, above, a sign.
-_ALPHA_RANGE = (1e-4, 30.0)
-_SEARCH_TOKENS = 2048  # α needs no more; scale and shift are then solved on all tokens, in float64
-
-
-@dataclass(frozen=True)
-class FitRow:
-    """How well one branch stands in for one layer's original, on the calibration batches."""
-
-    name: str
-    branch: str
-    r2: float  # 1 − Σ(y − ŷ)²/Σ(y − ȳ)², summed over channels, y the original model's output at this layer
-    alpha: float | None  # of pointwise branches
-    gain: float | None = None  # of affine-like and norm-like layers (`branch` is their form)
 
 
 @dataclass
@@ -46,14 +31,18 @@ class CalibrationReport(AsTable):
     cosine_before: float = float("nan")
     cosine_after: float = float("nan")
     never_called: list[str] = field(default_factory=list)
+    too_few_tokens: list[str] = field(default_factory=list)  # called, but with less than two finite, unmasked tokens
 
     def table(self):
         """A `rich.table.Table`."""
         from rich.table import Table
 
         table = Table(title=f"cosine with the original's output: {self.cosine_before:.4f} → {self.cosine_after:.4f}")
-        if self.never_called:
-            table.caption = f"not called on these batches, and not fitted: {', '.join(self.never_called)}"
+        left_out = {
+            "not called on these batches, and not fitted": self.never_called,
+            "called with less than two finite tokens, and not fitted": self.too_few_tokens,
+        }
+        table.caption = "\n".join(f"{why}: {', '.join(names)}" for why, names in left_out.items() if names) or None
         for column in ("module", "branch", "R²", "α", "gain"):
             table.add_column(column, justify="left" if column in ("module", "branch") else "right")
         for row in self.rows:
@@ -62,6 +51,7 @@ class CalibrationReport(AsTable):
         return table
 
 
+@outside_inference_mode
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     """Fits the patch to the original, layer after layer, in forward passes only.
 
@@ -76,18 +66,23 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
 
     Args:
         model: a patched model.
-        batches: dictionaries (`model(**batch)`), tensors or tuples. All are held at once, with one output per patched
-            layer: some hundred sentences are plenty.
+        batches: dictionaries (`model(**batch)`), tensors, or the tuples of an ordinary DataLoader: the first part is
+            the input, labels are left out (what counts as labels: `patching/batches.py`). All are held at once, with
+            one output per patched layer: some hundred sentences are plenty.
 
     Returns a CalibrationReport: R² per layer and the drift of the model's output before and after.
+
+    Raises:
+        NotPatchedError: nothing is patched.
+        ConfigError: a batch is none (text, say), is ambiguous, or has nothing in it to fit on.
     """
     found = wrappers(model)
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; call patch(model) first")
-    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    batches = list(as_batches(batches))
     if not batches:
         raise ConfigError("calibrate got no batch; pass an iterable of model inputs, e.g. [tokenizer(texts, …)]")
-    masks = [valid_tokens(batch.get("attention_mask")) if isinstance(batch, Mapping) else None for batch in batches]
+    masks = [valid_tokens(attention_mask(model, batch)) for batch in batches]
     before = {wrapper: wrapper.scalar("strength") for _, wrapper in found}
     fitted_before = [(t, t.detach().clone()) for _, wrapper in found for t in _added_tensors(wrapper)]
     with undisturbed(model), torch.no_grad():
@@ -103,7 +98,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
                     "calibrate found nothing to fit on: in these batches no patched module was called with two or "
                     "more finite, unmasked tokens. Pass real inputs of the model, e.g. [tokenizer(texts, …)]"
                 )
-            if any(isinstance(wrapper, Correction) for _, wrapper in found):
+            # A model that was itself made in inference mode has no gradients to tune by.
+            learns = not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
+            if learns and any(isinstance(wrapper, Correction) for _, wrapper in found):
                 fitted = _tune_gains(model, found, batches, masks, kept, originals, report)
         except BaseException:
             for tensor, value in fitted_before:
@@ -114,7 +111,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
                 wrapper.set_scalar("strength", strength)
     report.cosine_after = _cosine(originals, fitted, masks)
     fitted_names = {row.name for row in report.rows}
-    report.never_called = [name for name, w in found if name not in fitted_names]
+    called = {wrapper for calls in kept for wrapper in calls}
+    report.never_called = [name for name, w in found if w not in called]
+    report.too_few_tokens = [name for name, w in found if w in called and name not in fitted_names]
     order = {name: i for i, (name, _) in enumerate(found)}
     report.rows.sort(key=lambda row: order[row.name])
     return report
@@ -233,12 +232,6 @@ def _added_tensors(wrapper: Wrapper) -> list[Tensor]:
     return [t for t in (*wrapper.parameters(), *wrapper.buffers()) if id(t) not in inside]
 
 
-def forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 def _set_strength(found: list[tuple[str, Wrapper]], strength: float) -> None:
     for _, wrapper in found:
         wrapper.set_scalar("strength", strength)
@@ -276,67 +269,3 @@ def _cosine(references: list[Any], outputs: list[Any], masks: list[Tensor | None
         similarity = nn.functional.cosine_similarity(a, b, dim=-1)
         total, count = total + similarity.sum().item(), count + len(similarity)
     return total / count if count else float("nan")
-
-
-# --- fits ------------------------------------------------------------------------------------------------------------
-
-
-def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRow]:
-    """Fits the branches of one layer to targets y given inputs x, both (tokens, channels) in float64."""
-    finite = x.isfinite().all(-1) & y.isfinite().all(-1)
-    x, y = x[finite], y[finite]
-    if len(x) < 2:
-        return []
-    rows = []
-    for index, (branch_name, branch) in enumerate(zip(layer.branch_names, layer.bias_branches)):
-        if branch.pointwise:
-            r2 = fit_pointwise(branch, x, y)
-        else:
-            view = x.T[None] if branch.channel_axis == 1 else x[None]
-            output = branch(view)[0]
-            r2 = _r2((output.T if branch.channel_axis == 1 else output) - y, y)
-        layer.r2[index] = r2
-        rows.append(FitRow(name, branch_name, r2, float(branch.slope()) if branch.pointwise else None))
-    if layer.bias_gate.learns and layer.gate.granularity != "layer" and not layer.bias_gate.weight_out.any():
-        # The selector says nothing yet: scale its first layer so that hidden units see inputs of size one.
-        size = x.square().mean(-1).sqrt().mean()
-        weight = layer.bias_gate.weight_in
-        wanted = (3 * layer.width) ** -0.5 / size.clamp(min=1e-12)  # nn.Linear's standard deviation, over the size
-        weight.mul_(wanted / weight.double().square().mean().sqrt().clamp(min=1e-30))
-    return rows
-
-
-def fit_pointwise(branch: Branch, x: Tensor, y: Tensor) -> float:
-    """α by search, weight and bias per channel in closed form; returns R² of the branch as it stands after it."""
-    centered = branch.bias is not None
-
-    def solve(alpha: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-        t = branch.curve(x * alpha)
-        t_mean = t.mean(0) if centered else torch.zeros_like(t[0])
-        y_mean = y.mean(0) if centered else torch.zeros_like(y[0])
-        t, target = t - t_mean, y - y_mean
-        weight = (t * target).sum(0) / t.square().sum(0).clamp(min=torch.finfo(t.dtype).tiny)
-        return weight, y_mean - weight * t_mean, (target - weight * t).square().sum().item()
-
-    some = slice(None, None, -(-len(x) // _SEARCH_TOKENS))
-    some_x, some_y = x[some].float(), y[some].float()
-    loss = lambda log_alpha: solve(math.exp(log_alpha), some_x, some_y)[2]  # noqa: E731
-    size = x.square().mean().sqrt().item() or 1.0
-    low, high = (math.log(a / size) for a in _ALPHA_RANGE)
-    for _ in range(3):  # a coarse grid over log α, then twice a finer one between the neighbours of the best
-        grid = torch.linspace(low, high, 13).tolist()
-        best = min(range(13), key=[loss(g) for g in grid].__getitem__)
-        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 12)]
-    branch.set_slope(math.exp(grid[best]))
-    weight, bias, _ = solve(branch.slope().item(), x, y)  # with α as rounded
-    branch.weight.copy_(weight)
-    if centered:
-        branch.bias.copy_(bias)
-    fitted = branch.curve(x * branch.slope()) * branch.weight.double()
-    return _r2(y - (fitted + branch.bias.double() if centered else fitted), y)
-
-
-def _r2(residual: Tensor, y: Tensor) -> float:
-    """1 − Σ residual²/Σ(y − ȳ)², never above 1; a constant y counts as explained where the residual is zero."""
-    left, total = residual.square().sum().item(), (y - y.mean(0)).square().sum().item()
-    return 1 - left / total if total > 0 else (1.0 if left == 0 else 0.0)

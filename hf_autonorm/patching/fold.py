@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from ..config import GateConfig, in_range
 from ..errors import NotPatchedError
 from ..nn.autonorm import AutoNorm, autonorms
-from .calibrate import forward, undisturbed
+from ..nn.wrapper import outside_inference_mode
+from .batches import as_batches, forward
+from .calibrate import undisturbed
 from .record import update_record, wrappers
 from .surgery import _connect_masks, _swap
 from .targets import Survey
 
 
+@outside_inference_mode
 def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: float = 1e-3) -> nn.Module:
     """Collapses the layers that no longer adapt; the model's outputs change by about `tolerance` at most.
 
@@ -27,7 +30,7 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
 
     Args:
         model: a patched model; changed in place.
-        batches: model inputs; without them only gates whose weights are free of the input are judged.
+        batches: as for `calibrate`; without them only gates whose weights are free of the input are judged.
         tolerance: largest deviation of a weight from 1, at most 0.49.
 
     Returns the model (or the original, where the model itself was the wrapped norm).
@@ -51,7 +54,7 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
             elif wrapper.scalar("strength") == 1 and not wrapper.replaces and max(weights[1:]) >= 1 - tolerance:
                 _keep_branch(wrapper, weights.index(max(weights[1:])) - 1)
     if undecided:
-        warnings.warn(f"{undecided} gates depend on their input; fold(model, batches) judges them too", stacklevel=2)
+        warnings.warn(f"{undecided} gates depend on their input; fold(model, batches) judges them too", stacklevel=3)
     model = _swap(Survey(model), model, swaps)
     _connect_masks(model)
     update_record(model)
@@ -84,7 +87,7 @@ def _lowest_weights(model: nn.Module, batches: Iterable[Any] | None) -> dict[Aut
         handles = [gate.register_forward_hook(watch, with_kwargs=True) for gate in owner]
         try:
             with undisturbed(model):
-                for batch in batches:
+                for batch in as_batches(batches):
                     forward(model, batch)
         finally:
             for handle in handles:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .calibrate import forward, main_output, undisturbed
+from .batches import forward
+from .calibrate import main_output, undisturbed
 from .survey import Target
 
 

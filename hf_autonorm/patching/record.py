@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..nn.wrapper import Wrapper
 QUANT_METHOD = "autonorm"
 # Where the model is quantised too, `quantization_config` belongs to that method; ours stands beside it.
 BESIDE = "autonorm_config"
+TAGS = ("autonorm", "hf_autonorm")  # of a patched model on the Hub
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
@@ -60,17 +62,49 @@ def read_record(config: Any) -> dict[str, Any] | None:
 
 
 def update_record(model: nn.Module) -> None:
-    """Makes every config that describes `model`, a part of it, or a model it is part of, say what is patched now.
+    """Makes every config of `model`, of a part of it, or of a model that shares a part of it, say what is patched now.
 
     The config objects are copied first (an unpatched model may share them), all modules of the tree switch to the
     copy.
     """
     for root in _roots(model):
         _update_root(root)
+        _update_tags(root)
+
+
+def watch(wrapper: Wrapper, prefix: str, keep_vars: bool) -> None:
+    """A pre-hook on `state_dict`: a patched module may have become part of another model, whose config does not say so
+    (`EncoderDecoderModel(encoder=patch(…), …)`, `model.encoder = other.encoder`). Then the record is written now.
+
+    A module does not know what it is part of; who asks for its tensors does, and that is a caller of this function.
+    """
+    from transformers import PreTrainedModel
+
+    asked = None  # the call of the outermost model's state_dict
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "state_dict":
+        if isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            asked = frame
+        frame = frame.f_back
+    if asked is None:
+        return
+    root = asked.f_locals["self"]
+    name = prefix.removeprefix(asked.f_locals.get("prefix") or "").removesuffix(".")
+    record = read_record(root.config)
+    if record is not None and any(name in entry["modules"] for entry in record["patches"]):
+        return
+    if "_orig_mod" in name or hasattr(root, "peft_config"):  # names as torch.compile and PEFT make them do not last
+        return
+    update_record(root)
+    saving = frame is not None and frame.f_code.co_name == "save_pretrained"
+    folder = frame.f_locals.get("save_directory") if saving else None
+    if folder is not None and os.path.exists(os.path.join(folder, "config.json")):
+        root.config.save_pretrained(folder)  # transformers writes it before it asks for the tensors
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """`model`, or the outermost models in memory that contain it: `patch(model.encoder)` concerns `model`."""
+    """`model` and the outermost models in memory that share a module with it: `patch(model.encoder)` concerns `model`,
+    and a shallow copy, or a second head on the same backbone, is patched along."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -82,9 +116,10 @@ def _roots(model: nn.Module) -> list[nn.Module]:
         kinds.add(kind)
         pending += kind.__subclasses__()
     models = [o for o in gc.get_objects() if type(o) in kinds]
-    above = [o for o in models if o is not model and any(m is model for m in o.modules())]
-    outermost = [o for o in above if not any(m is o for other in above if other is not o for m in other.modules())]
-    return outermost or [model]
+    own = {id(m) for m in model.modules()}
+    inside = {id(o): {id(m) for m in o.modules()} for o in [*models, model]}
+    concerned = {id(o): o for o in [*models, model] if not own.isdisjoint(inside[id(o)])}
+    return [o for key, o in concerned.items() if not any(key in inside[k] for k in concerned if k != key)]
 
 
 def _update_root(root: nn.Module) -> None:
@@ -108,6 +143,15 @@ def _update_root(root: nn.Module) -> None:
             module.config = memo[id(config)]
     for key in holders:
         _write(memo[key], records[key])
+
+
+def _update_tags(root: nn.Module) -> None:
+    """The tags that the stock `push_to_hub` and Trainer write into a model card."""
+    if hasattr(root, "model_tags"):
+        before = root.model_tags or []
+        tags = [tag for tag in before if tag not in TAGS] + (list(TAGS) if wrappers(root) else [])
+        if tags != before:
+            root.model_tags = tags
 
 
 def _write(config: Any, record: dict[str, Any] | None) -> None:

@@ -19,9 +19,9 @@ from ..nn.autonorm import AutoNorm, MaskHolder
 from ..nn.branches import BRANCHES
 from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
-from ..nn.wrapper import Wrapper
+from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
-from .record import update_record, wrappers
+from .record import update_record, watch, wrappers
 from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
@@ -113,6 +113,7 @@ def plan(
     return rows
 
 
+@outside_inference_mode
 def patch(
     model: nn.Module,
     norm: str | None = _UNSET,
@@ -136,13 +137,17 @@ def patch(
         linear, conv: "affine_like", "norm_like", or None (default).
         config: a PatchConfig; the other arguments change single fields of it.
         calibrate: batches to fit the patch on, see `calibrate`.
-        example_inputs: one batch (a dictionary, tensor or tuple) to run through the model first: what it shows to be
+        example_inputs: one batch, as for `calibrate`, to run through the model first: what it shows to be
             bypassed is left alone too. The source of the model's classes is read in any case.
         fields: further fields of PatchConfig.
 
     Kept as they were: dtype, device, `training`, `requires_grad`, hooks, shared modules, tied weights, the random
     state. A module that would not be called, or not be right, is left alone; `plan` prints the reason. Called again,
     it patches what is still unpatched.
+
+    PEFT goes on top: patch, save, then LoRA. A linear layer that is patched itself is targeted by the layer inside it,
+    `target_modules=["query.original"]` (or "all-linear"); PEFT refuses the wrapper, around which a merge would be
+    wrong. Norms named in `modules_to_save` go on training their gates.
 
     Raises:
         ConfigError: a setting is unknown or out of range.
@@ -167,7 +172,7 @@ def patch(
         warnings.warn(
             "the model carries a PEFT adapter: PEFT saves the adapter alone, without this patch. Patch before PEFT, "
             "or save after merge_and_unload()",
-            stacklevel=2,
+            stacklevel=3,
         )
     built = [(target, _build(survey, target, config)) for target in wanted]
     result = _swap(survey, model, {id(target.module): wrapper for target, wrapper in built})
@@ -287,14 +292,19 @@ def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
 
 def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None = None) -> Wrapper:
     """The wrapper for one target; reads the model, changes nothing."""
-    if target.kind != "norm":
-        wrapper = _build_correction(target, config)
-        wrapper.patch_config = config
-        return wrapper
+    wrapper = (
+        _build_correction(target, config) if target.kind != "norm" else _build_norm(survey, target, config, device)
+    )
+    wrapper.patch_config = config
+    wrapper.register_state_dict_pre_hook(watch)
+    return wrapper
+
+
+def _build_norm(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None) -> AutoNorm:
     near_device, near_dtype = _placement(survey, target)
     # One number of 32 bits: torch's CPU generator reads no more.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {target.name}".encode()))
-    wrapper = AutoNorm(
+    return AutoNorm(
         target.module,
         config.norm_branches(),
         config.norm_gate(),
@@ -305,8 +315,6 @@ def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.de
         device=device or near_device,
         dtype=near_dtype,
     )
-    wrapper.patch_config = config
-    return wrapper
 
 
 def _build_correction(target: Target, config: PatchConfig) -> Correction:

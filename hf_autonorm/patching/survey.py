@@ -63,6 +63,23 @@ class Survey:
         """Whether another module object holds one of this one's parameters (tied weights)."""
         return any(len(self._tied[id(p)]) > 1 for p in module._parameters.values() if p is not None)
 
+    def tied_by_name(self, module: nn.Module) -> bool:
+        """Whether a transformers model ties one of its parameters by name (`_tied_weights_keys`).
+
+        Wrapped it has another name: the tie would not come back from a checkpoint, or reach to what the patch adds.
+        """
+        return any(id(p) in self._declared_ties for p in module._parameters.values() if p is not None)
+
+    @functools.cached_property
+    def _declared_ties(self) -> set[int]:
+        found: set[int] = set()
+        for module in self.modules.values():
+            pairs = getattr(module, "all_tied_weights_keys", None)
+            if isinstance(pairs, dict) and pairs:
+                own = dict(module.named_parameters(remove_duplicate=False))
+                found |= {id(own[name]) for pair in pairs.items() for name in pair if name in own}
+        return found
+
     @functools.cached_property
     def heads(self) -> dict[int, str]:
         """Why to leave a module alone, by its id, for output embeddings and modules in task heads."""
@@ -102,8 +119,8 @@ def structural_reason(survey: Survey, name: str, module: nn.Module, own: list[to
         return f"its forward takes more than one argument ({', '.join(p.name for p in required)})"
     if any(not p.is_floating_point() for p in own):
         return "integer weight"
-    if survey.shares_parameters(module):
-        return "its parameters are tied to another module's"
+    if survey.tied_by_name(module):
+        return "the model ties its parameters to another module's by their names, which wrapping would change"
     if id(module) in survey.held_outside:
         return "also held outside the module tree (a list or plain attribute), where a swap does not reach"
     for one_name in survey.names[id(module)]:

@@ -24,6 +24,12 @@ _OTHER_NORMS = (
 _OTHER_NAMES = re.compile(r"batch_?norm|group_?norm|instance_?norm|frozen_?batch|response_?norm|evonorm", re.I)
 
 
+_GRAMMAR = (
+    "A string is a regular expression for the whole dotted name ('.*mlp.*'), a list holds exact names or name "
+    "suffixes (['mlp.fc1'])"
+)
+
+
 def rule_matches(rule: str | list[str], name: str) -> bool:
     """PEFT's grammar: a string is a regular expression for the whole dotted name, a list holds names or suffixes."""
     if isinstance(rule, str):
@@ -70,7 +76,7 @@ def _apply_rules(targets: list[Target], config: PatchConfig) -> None:
                 names = [name for t in targets for name in t.names]
                 raise NoMatchError(
                     f"rule {field_name}={item!r} matches none of the model's {len(names)} "
-                    f"candidates; {nearest(item, names) if names else 'there is none in it'}"
+                    f"candidates; {nearest(item, names) if names else 'there is none in it'}. {_GRAMMAR}"
                 )
     for target in targets:
         if config.include is not None and not any(rule_matches(config.include, n) for n in target.names):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_autonorm import diagnose, patch
 from hf_autonorm.demo_task import load_model
-from hf_autonorm.diagnostics.divergence import activation_steps
+from hf_autonorm.diagnostics.steps import activation_steps
 from hf_autonorm.errors import ConfigError, UnsupportedError
 from hf_autonorm.nn import AffineLike, NormLike, PatchNorm
 from tests.zoo import build, run_forward, sample

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from hf_autonorm import from_pretrained, patch, save_pretrained
 from hf_autonorm.hub import atomic
-from tests.hub.small import same_state, tiny_net
+from tests.hub.small import same_state, tiny_bert, tiny_net
 
 
 class Broken:
@@ -93,6 +94,38 @@ def test_kill_9_at_random_moments(tmp_path):
         assert (folder / "mine.txt").read_text() == "mine"
     save_pretrained(models[0], folder, card=False)
     assert os.listdir(tmp_path) == ["net"]  # what the kills left behind is swept
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_9_while_a_transformers_model_is_saved(tmp_path):
+    """Two patches, one file and several shards in turn, with cards: the stock door finds one of the two models, whole,
+    and the card beside it is that model's."""
+    folder = tmp_path / "bert"
+    models = [tiny_bert(0, norm="dyt"), tiny_bert(1, norm=None, linear="norm_like", strength=0.5)]
+    options = [{"metrics": {"accuracy": 0.25}}, {"metrics": {"accuracy": 0.75}, "max_shard_size": "20KB"}]
+    start = time.monotonic()
+    save_pretrained(models[1], folder, **options[1])
+    duration = time.monotonic() - start
+    draw, seen = random.Random(1), [0, 0]
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
+                for turn in range(1000):
+                    save_pretrained(models[turn % 2], folder, **options[turn % 2])
+            finally:
+                os._exit(0)
+        time.sleep(draw.uniform(0, 3 * duration))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = AutoModelForSequenceClassification.from_pretrained(folder)
+        (which,) = [n for n, model in enumerate(models) if same_state(found, model)]
+        seen[which] += 1
+        readme = (folder / "README.md").read_text()
+        assert f"| accuracy | {options[which]['metrics']['accuracy']} |" in readme
+        assert (folder / "model.safetensors.index.json").exists() == (which == 1)
+    assert min(seen) > 0, "the kills never came while the other model lay there"
 
 
 def test_old_folder_is_found_after_a_kill_between_two_renames(tmp_path, monkeypatch):

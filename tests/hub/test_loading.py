@@ -175,6 +175,42 @@ def test_a_part_that_was_patched_alone(tmp_path):
     assert len(layers(loaded)) == 4
 
 
+@pytest.mark.parametrize("patched", ["encoder", "decoder", "both"])
+def test_a_model_assembled_from_patched_parts(tmp_path, patched):
+    """Stock `save_pretrained` of the whole: its config is written before anyone can know of the parts."""
+    encoder = tf.BertModel(bert().config)
+    decoder = tf.BertLMHeadModel(bert(is_decoder=True, add_cross_attention=True).config)
+    if patched in ("encoder", "both"):
+        patch(encoder)
+    if patched in ("decoder", "both"):
+        patch(decoder, "dyt", strength=0.5)
+    model = tf.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    model.save_pretrained(tmp_path)
+    loaded = tf.EncoderDecoderModel.from_pretrained(tmp_path)
+    assert_equal(loaded, model)
+    assert len(layers(loaded)) == {"encoder": 5, "decoder": 8, "both": 13}[patched]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_part_grafted_from_a_patched_model(tmp_path, alive):
+    donor, model = patch(tf.BertModel(bert().config)), tf.BertModel(bert().config)
+    model.encoder = donor.encoder
+    if not alive:
+        del donor
+    torch.nn.parallel.DataParallel(model).state_dict()  # another name for everything: no harm
+    model.save_pretrained(tmp_path)
+    assert_equal(tf.BertModel.from_pretrained(tmp_path), model)
+    if alive:
+        assert len(read_record(donor.config)["patches"][0]["modules"]) == 5
+    assert len(read_record(model.config)["patches"][0]["modules"]) == 4
+
+
+def test_an_unrelated_class_is_refused(tmp_path):
+    trained()[0].save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="patched BertForSequenceClassification, and GPT2LMHeadModel has none"):
+        tf.GPT2LMHeadModel.from_pretrained(tmp_path)
+
+
 # --- base and headed -------------------------------------------------------------------------------------------------
 
 

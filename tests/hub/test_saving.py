@@ -1,13 +1,20 @@
 """What is saved comes back bit for bit, by every kind of model; other files stay; nothing goes over the network."""
 
+import errno
 import json
 import os
+import shutil
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoModelForSequenceClassification, BertModel, GPT2Config, GPT2LMHeadModel
 
 from hf_autonorm import from_pretrained, patch, save_pretrained, unpatch
 from hf_autonorm.errors import CheckpointError, ConfigError, UnsupportedError
@@ -195,6 +202,76 @@ def test_refusals(tmp_path, monkeypatch):
         from_pretrained("net", model=tiny_net())
 
 
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"metric": {"accuracy": 1}}, ConfigError, "'metric' is no option.*nearest: 'metrics'"),
+        ({"max_shard_sise": "1GB"}, ConfigError, "nearest: 'max_shard_size'"),
+        ({"tokenizer": "bert-base-uncased"}, ConfigError, "has no save_pretrained.*files_from"),
+        ({"files_from": "no/such/folder/here"}, FolderError, "no folder"),
+        ({"model": BertModel}, UnsupportedError, "the class BertModel; make a model of it"),
+        ({"model": {"weight": 1}}, UnsupportedError, "nn.Module, got dict"),
+        ({"directory": ""}, FolderError, "names no folder"),
+        ({"directory": None}, FolderError, "names no folder"),
+        ({"directory": "file/below"}, FolderError, "file is a file"),
+        ({"directory": "x" * 300}, FolderError, "cannot write beside"),
+    ],
+)
+def test_wrong_arguments_write_nothing(tmp_path, monkeypatch, arguments, error, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for model in (tiny_bert(), patch(tiny_net())):
+        with pytest.raises(error, match=words):
+            save_pretrained(**{"model": model, "directory": "new", **arguments})
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_parent_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """A permission, checked by its error: root may write everywhere."""
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(FolderError, match=r"cannot write beside .*model \(Permission denied\).*writable"):
+        save_pretrained(tiny_bert(), tmp_path / "model")
+
+
+def test_metrics_that_are_no_mapping_do_not_cost_the_weights(tmp_path):
+    model = tiny_bert()
+    for wrong in ("accuracy", ["accuracy"], 0.9):
+        with pytest.raises(CardError, match="metrics=.* must be .*saved in"):
+            save_pretrained(model, tmp_path / "model", metrics=wrong)
+        assert same_state(model, from_pretrained(tmp_path / "model"))
+        shutil.rmtree(tmp_path / "model")
+
+
+def test_paths_that_hold_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(tiny_bert(norm="dyt"), "my-model")
+    save_pretrained(patch(tiny_net(), norm="dyt"), "net")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-5" / "config.json").write_text("{}")
+    for path, words in (
+        ("", "names no folder"),
+        (None, "names no folder"),
+        (tiny_bert(), "names no folder"),
+        ("my-model/model.safetensors", "is a file; name the folder it is in: my-model"),
+        ("my-modle", "no folder my-modle.*nearest: 'my-model'"),
+        ("./my-modle", "nearest: 'my-model'"),
+        (tmp_path / "my-modle", "nearest: .*my-model"),
+        ("empty", "holds no saved model: it is empty"),
+        ("run", "checkpoint-5 in it has"),
+    ):
+        with pytest.raises(FolderError, match=words):
+            from_pretrained(path)
+    with pytest.raises(CheckpointError, match="holds no model.safetensors"):
+        from_pretrained("empty", model=tiny_net())
+    with pytest.raises(ConfigError, match=r"the class Linear; make one: model=Linear\(…\)"):
+        from_pretrained("net", model=nn.Linear)
+
+
 def test_a_part_that_was_patched_on_its_own(tmp_path):
     model = tiny_bert(patched=False)
     model.bert = patch(model.bert)
@@ -202,15 +279,68 @@ def test_a_part_that_was_patched_on_its_own(tmp_path):
     assert same_state(model, again)
 
 
-def test_unpatched_after_patched(tmp_path):
-    model = tiny_bert()
-    save_pretrained(model, tmp_path / "model")
-    stock = unpatch(model)
-    save_pretrained(stock, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert "quantization_config" not in config
-    readme = (tmp_path / "model" / "README.md").read_text()
-    assert "library_name: transformers" in readme and "- autonorm" not in readme
+@pytest.mark.parametrize("kind", ["transformers", "plain"])
+def test_unpatched_after_patched_leaves_nothing_of_the_patch(tmp_path, kind):
+    model = tiny_bert() if kind == "transformers" else patch(tiny_net())
+    folder = save_pretrained(model, tmp_path / "model", metrics={"accuracy": 0.5}, baseline={"accuracy": 0.25})
+    readme = folder / "README.md"
+    readme.write_text(readme.read_text().replace("tags:\n", "tags:\n- mine\n") + "\nMy words.\n")
+    assert (folder / "assets" / "gates.png").exists()
+    save_pretrained(unpatch(model), folder)
+    if kind == "transformers":
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    card = ModelCard.load(readme)
+    assert card.data.to_dict().get("library_name") == ("transformers" if kind == "transformers" else None)
+    assert set(card.data.tags) == {"mine", "bert"} if kind == "transformers" else {"mine"}
+    assert [result.metric_value for result in card.data.eval_results] == [0.25]  # of the model without the patch
+    assert "My words." in card.text and "not patched: a baseline" in card.text and "gates.png" not in card.text
+    assert not (folder / "assets" / "gates.png").exists()
+
+
+def test_the_average_of_weights_is_saved(tmp_path):
+    """`AveragedModel` (EMA, SWA) is taken off: its averaged weights are the model."""
+    for model, fresh in ((tiny_bert(), None), (patch(tiny_net()), tiny_net(seed=1))):
+        averaged = AveragedModel(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(2)
+        averaged.update_parameters(model)
+        again = from_pretrained(save_pretrained(averaged, tmp_path / type(model).__name__), model=fresh)
+        assert same_state(averaged.module, again) and not same_state(model, again)
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """The connections that were tried, on a machine that does not know that its network is dead."""
+    tried = []
+
+    def dead(*args, **kwargs):
+        tried.append(args[1:])
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", dead)
+    monkeypatch.setattr(socket, "getaddrinfo", dead)
+    return tried
+
+
+def test_saving_makes_no_connection(tmp_path, attempts):
+    timm = pytest.importorskip("timm")
+    facts = {"metrics": {"accuracy": 1}, "base_model": "owner/base", "dataset": "owner/data", "license": "mit"}
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    vit = patch(timm.create_model("test_vit"), "dyt")  # no gate, no picture: one is enough
+    for model in (tiny_bert(), tiny_net(), patch(gpt, "dyt"), vit, patch(tiny_net(), "dyt")):
+        for _ in range(2):
+            folder = save_pretrained(model, tmp_path / "model", repo_id="owner/model", **facts)
+            save_pretrained(model, tmp_path / "copy", files_from=folder)
+    assert attempts == []
+    with pytest.raises(FolderError, match="no folder owner/model, and the Hub gives no model of this name"):
+        from_pretrained("owner/model")
+    assert attempts  # a connection would have been noticed
 
 
 def test_tokenizer_is_saved_beside(tmp_path):

@@ -12,14 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from timm.layers import LayerNorm2d
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hf_autonorm import GateConfig
+from hf_autonorm import GateConfig, gates
 from hf_autonorm.errors import ConfigError
-from hf_autonorm.nn import AutoNorm
+from hf_autonorm.nn import AffineLike, AutoNorm
 from tests.models import same_bits
 
 KINDS = ("gumbel", "softmax", "hard", "random", "fixed")
@@ -509,6 +510,41 @@ def test_load_with_assign_and_writes_to_buffers_are_seen():
     layer.strength.data.fill_(1.0)  # a write that autograd's version counter does not see
     layer.load_state_dict(layer.state_dict())
     assert layer.scalar("strength") == 1
+
+
+# --- averages of weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+@pytest.mark.parametrize("layer", [lambda: make(strength=0.3), lambda: AffineLike(nn.Linear(D, D), 0.3)])
+def test_an_average_of_equal_layers_is_that_layer(layer, use_buffers):
+    layer, x = layer().eval(), sample()
+    average = AveragedModel(layer, use_buffers=use_buffers)
+    for _ in range(3):
+        average.update_parameters(layer)
+    assert all(same_bits(t, average.module.state_dict()[k]) for k, t in layer.state_dict().items())
+    assert torch.equal(average(x), layer(x)) and average.module.scalar("strength") == layer.scalar("strength")
+
+
+@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.5)])
+def test_an_average_over_a_ramp_and_a_freeze_is_seen(multi):
+    """With `use_buffers` the strength is averaged like a weight; a gate frozen on the way counts as frozen."""
+    layer, x = make(strength=0.0).eval(), sample()
+    average = AveragedModel(layer, multi_avg_fn=multi, use_buffers=True)
+    for strength in (0.0, 1.0):
+        layer.set_scalar("strength", strength)
+        if strength:
+            layer.freeze()
+        average.update_parameters(layer)
+    mean = average.module
+    assert mean.scalar("strength") == mean.strength.item() == 0.5 and mean.scalar("frozen") > 0
+    reference = make(strength=0.5).eval()
+    torch.testing.assert_close(mean(x), reference(x))
+    mean.train()
+    assert torch.equal(mean(x), mean(x))  # frozen: no noise
+    layer.r2.fill_(0.9)
+    average.update_parameters(layer)  # between "not calibrated" and 0.9: not calibrated
+    assert gates(mean)[0].r2 is None
 
 
 # --- numbers that are none -------------------------------------------------------------------------------------------

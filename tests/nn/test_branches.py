@@ -1,5 +1,7 @@
 """The branches by their papers' formulas, pooling under a mask, and a user's own branch."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -201,9 +203,50 @@ def test_the_registry_refuses_what_would_confuse(registry):
         register_branch("other")(nn.Linear)
     with pytest.raises(ConfigError, match="subclass of hf_autonorm.nn.Branch"):
         register_branch("other")(lambda norm: norm)
+    with pytest.raises(ConfigError, match=r'@register_branch\("linear"\)'):
+        register_branch(nn.Linear)  # the parentheses forgotten
+    with pytest.raises(ConfigError, match=r"must define curve\(self, z\)"):
+        register_branch("other")(type("Other", (PointwiseBranch,), {"forward": lambda self, x, mask=None: x}))
+    with pytest.raises(ConfigError, match=r"must define forward\(self, x, mask=None\)"):
+        register_branch("other")(type("Other", (Branch,), {}))
+    forward = {"forward": lambda self, x, mask=None: x}
+    with pytest.raises(ConfigError, match="must be a PointwiseBranch"):
+        register_branch("other")(type("Other", (Branch,), {**forward, "pointwise": True}))
     assert "other" not in registry
-    cls = type("Other", (Branch,), {})
+    cls = type("Other", (Branch,), forward)
     assert register_branch("other")(cls) is cls and register_branch("other")(cls) is cls  # a notebook cell run again
+
+
+@pytest.mark.parametrize("name", ["", " ", "a.b", "a,b", "1st", "-x", 5, None, "norm", "none", "autonorm", "dyt"])
+def test_a_name_that_would_not_come_back_is_refused(registry, name):
+    """Names stand in configs (JSON), in module names, in comma-separated lists and beside "norm" in reports."""
+    before = dict(registry)
+    with pytest.raises(ConfigError, match="word of letters|choose another name"):
+        register_branch(name)(type("Other", (Branch,), {"forward": lambda self, x, mask=None: x}))
+    assert registry == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", sorted(BRANCHES))
+def test_what_is_no_number_stays_visible_in_its_token(name, bad):
+    """NaN gives NaN; an infinite value what the docstring says; no other token changes where none is pooled."""
+    with torch.no_grad():
+        branch = BRANCHES[name](nn.LayerNorm(D))
+        branch.reset_parameters(torch.Generator().manual_seed(0))
+        x = torch.randn(2, 3, D)
+        spoilt = x.clone()
+        spoilt[1, 1, 2] = bad
+        clean, dirty = branch(x), branch(spoilt)
+    assert torch.equal(dirty[0], clean[0])  # another sequence
+    if not branch.pools_sequence:
+        assert torch.equal(dirty[1, [0, 2]], clean[1, [0, 2]])
+    value = dirty[1, 1, 2]
+    if bad == bad and name in ("dyt", "derf"):
+        assert value == math.copysign(1, bad)
+    elif bad == bad and name == "identity":
+        assert value == bad
+    else:
+        assert value.isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -55,6 +55,22 @@ def test_starts_at_the_norm_weight_for_every_input(kind, dtype):
     torch.testing.assert_close(log_p.exp(), expected, rtol=1e-6, atol=1e-7)
 
 
+@given(
+    st.floats(1e-4, 1 - 1e-4),
+    st.integers(1, 4),
+    st.sampled_from(["token", "sequence", "layer"]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.booleans(),
+)
+def test_starts_at_the_norm_weight_in_half_precision_too(start, branches, granularity, dtype, cast_later):
+    gate = GateConfig(init_norm_weight=start, granularity=granularity)
+    selector = NormSelector(6, branches, gate, dtype=torch.float32 if cast_later else dtype).eval()
+    selector.reset_parameters(torch.Generator().manual_seed(0))
+    _, log_p = selector.to(dtype)(torch.randn(2, 5, 6))
+    expected = torch.tensor([start] + [(1 - start) / branches] * branches)
+    torch.testing.assert_close(log_p.exp(), expected.expand_as(log_p), rtol=0, atol=1e-5)
+
+
 @given(st.integers(1, 300), st.sampled_from([1, 4, 16, 0.5, 0.25, 0.01]))
 def test_hidden_width(width, hidden):
     selector = NormSelector(width, 1, GateConfig(hidden=hidden))

@@ -16,6 +16,8 @@ from hf_autonorm import GateConfig, PatchConfig, patch, plan, set_strength, unpa
 from hf_autonorm.errors import AutoNormError, ConfigError, NoMatchError, NotPatchedError, UnsupportedError
 from hf_autonorm.nn import AutoNorm, Wrapper
 from hf_autonorm.patching.record import read_record
+from tests import zoo
+from tests.guarantees import check
 from tests.models import CAUSAL, FAMILIES, albert, bert, build, loss_of, perturb_gates, run, same_bits, tokens
 
 families = pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -333,6 +335,8 @@ class Asker(nn.Module):
 
 
 class Tied(nn.Module):
+    """Two norms hold one weight: both are patched, and the originals inside go on sharing it."""
+
     def __init__(self):
         super().__init__()
         self.norm, self.other, self.third = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8)
@@ -383,7 +387,7 @@ class Mixture(nn.Module):
         (Holder, ["norm"], "outside the module tree"),
         (Reader, ["norm"], "reads its weight directly"),
         (Asker, [], ""),
-        (Tied, ["norm", "third"], "tied"),
+        (Tied, [], ""),
         (Gated, ["norm"], "more than one argument"),
         (Encoder, [f"encoder.layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2)], "fused path"),
         (Mixture, ["batch", "group", "instance", "several"], "normalises over"),
@@ -399,6 +403,25 @@ def test_what_would_be_bypassed_or_wrong_is_left_alone_with_the_reason(cls, left
     patch(model, strength=0.0)
     assert all(id(model.get_submodule(name)) == before[1][name][0] for name in left) and "other" in autonorms(model)
     assert same_bits(model(x), expected)
+
+
+def test_tied_norms_keep_every_guarantee():
+    def make():
+        torch.manual_seed(0)
+        return Tied(), {"x": torch.randn(2, 8, 8)}
+
+    verdict = check(make, "norm")
+    assert verdict.failures == {} and verdict.patched == 3 and not verdict.left_alone
+    model = patch(make()[0])
+    assert model.norm.original.weight is model.third.original.weight
+    assert model.norm.bias_branches[0].weight is not model.third.bias_branches[0].weight
+
+
+@pytest.mark.parametrize("name", ["diffusion_gemma", "pe_audio_video"])
+def test_norms_that_transformers_ties_by_name_are_left_alone(name):
+    rows = plan(zoo.build(name, "base")[0])
+    reasons = {row.reason for row in rows.left_alone if "by their names" in row.reason}
+    assert reasons and sum(row.reason in reasons for row in rows) > 30
 
 
 def test_a_look_alike_of_any_name_is_found():
@@ -478,7 +501,8 @@ def test_include_and_exclude_together():
         (dict(config={"norm": "dyt"}), ConfigError, "from_dict"),
         (dict(norm=None), ConfigError, "norm='autonorm'"),
         (dict(linear="affine"), ConfigError, "affine_like"),
-        (dict(include=r".*mlp.*"), NoMatchError, "include='.*mlp.*'.*nearest"),
+        (dict(include=r".*mlp.*"), NoMatchError, "include='.*mlp.*'.*nearest.*whole dotted name.*list holds"),
+        (dict(exclude="LayerNorm"), NoMatchError, "exclude='LayerNorm'.*whole dotted name.*list holds"),
         (dict(include=["LayerNrm"]), NoMatchError, "include='LayerNrm'.*nearest: '.*LayerNorm'"),
         (dict(exclude=["LayerNorm", "nothing"]), NoMatchError, "exclude='nothing'.*nearest"),
         (dict(exclude=r".*"), NoMatchError, "matched by exclude"),
@@ -603,6 +627,48 @@ def test_patching_a_part_is_recorded_in_the_whole(part):
     assert all(name.startswith(part + ".") for name in entry["modules"])
     unpatch(model.get_submodule(part))
     assert read_record(model.config) is None
+
+
+@pytest.mark.parametrize("share", ["copy.copy", "one backbone"])
+def test_models_that_share_patched_modules_are_recorded_alike(share, tmp_path):
+    """A shallow copy, or a second head on the same backbone, is patched and unpatched along."""
+    model, inputs = build("bert")
+    if share == "copy.copy":
+        twin = copy.copy(model)
+    else:
+        twin = tf.BertForMaskedLM(model.config)
+        twin.bert = model.bert
+    stranger, _ = build("bert")
+    patch(model, include=r".*encoder.*")
+    assert read_record(model.config)["patches"] == read_record(twin.config)["patches"]
+    assert read_record(stranger.config) is None
+    unpatch(model)
+    assert read_record(model.config) is None and read_record(twin.config) is None
+    twin.save_pretrained(tmp_path)
+    again = type(twin).from_pretrained(tmp_path).eval()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(run(twin.eval(), inputs), run(again, inputs)))
+    patch(twin, include=r".*encoder.*")
+    assert (read_record(model.config) is None) == (len(autonorms(model)) == 0)
+
+
+@pytest.mark.parametrize("linear", [None, "affine_like"])
+def test_patched_in_inference_mode_it_trains_as_if_patched_outside(linear):
+    (inside, inputs), (outside, _) = build("bert"), build("bert")
+    with torch.inference_mode():
+        assert patch(inside, linear=linear, strength=0.25) is inside
+        set_strength(inside, 0.5)
+    patch(outside, linear=linear, strength=0.5)
+    tensors = {**dict(inside.named_parameters()), **dict(inside.named_buffers())}
+    assert not [name for name, tensor in tensors.items() if tensor.is_inference()]
+    (a, grads, _), (b, others, _) = (outputs_and_gradients(model, inputs, True) for model in (inside, outside))
+    assert all(same_bits(x, y) for x, y in zip(a, b)) and grads.keys() == others.keys()
+    assert all(same_bits(grad, others[name]) for name, grad in grads.items())
+    with torch.inference_mode():  # a copy made there keeps no count of its changes, and must still be told
+        twin = copy.deepcopy(outside)
+        set_strength(twin, 0.0)
+        zero = run(twin.eval(), inputs)
+    set_strength(outside, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(zero, run(outside.eval(), inputs)))
 
 
 def test_a_config_is_json_both_ways():

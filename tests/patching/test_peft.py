@@ -1,9 +1,12 @@
 """PEFT above and below a patch."""
 
+import copy as copies
+import pickle
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_autonorm import patch, unpatch
 from hf_autonorm.nn import AutoNorm, Wrapper
@@ -73,11 +76,41 @@ def test_lora_does_not_reach_into_a_patched_linear():
     assert torch.allclose(logits(adapted.merge_and_unload()), expected, atol=1e-5)
 
 
+LINEARS_INSIDE = (["query.original"], r".*attention.*\.(query|value)\.original", "all-linear")
+
+
+@pytest.mark.parametrize("form", ["affine_like", "norm_like"])
+@pytest.mark.parametrize("target", LINEARS_INSIDE, ids=str)
+def test_lora_goes_onto_the_linear_inside_a_patched_one(form, target, tmp_path):
+    """Inside the division, where merging is exact; the wrapper itself is refused."""
+    model, inputs = build("bert")
+    patch(model, None, linear=form, include=r".*attention.self\..*")
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="not supported"):
+        get_peft_model(copies.deepcopy(model), LoraConfig(target_modules=["query"]))
+    before = model(**inputs).logits
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules=target, r=2, init_lora_weights=False)).eval()
+    layer = adapted.base_model.model.bert.encoder.layer[0].attention.self.query
+    assert isinstance(layer, Wrapper) and hasattr(layer.original, "lora_A")
+    expected = adapted(**inputs).logits
+    assert not torch.equal(expected, before)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base").eval()
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.allclose(again(**inputs).logits, expected, atol=1e-6)
+    merged = adapted.merge_and_unload()
+    assert torch.allclose(merged(**inputs).logits, expected, atol=1e-5)
+    assert type(unpatch(merged).bert.encoder.layer[0].attention.self.query) is torch.nn.Linear
+
+
+def test_a_patch_put_on_an_adapter_says_that_peft_will_not_save_it():
+    with pytest.warns(UserWarning, match="PEFT saves the adapter alone.*Patch before PEFT"):
+        patch(lora(gpt2()))
+
+
 @pytest.mark.parametrize("copy", ["deepcopy", "pickle"])
 def test_copies_are_independent(copy):
-    import copy as copies
-    import pickle
-
     model = patch(gpt2())
     twin = copies.deepcopy(model) if copy == "deepcopy" else pickle.loads(pickle.dumps(model))
     expected = logits(model)

@@ -1,7 +1,11 @@
 """Recipes, data and runs of training/train.py."""
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +16,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
 
 from datasets import ClassLabel, Dataset, DatasetDict, Sequence
+from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -222,8 +227,32 @@ def test_three_steps_of_a_recipe(run, recipe, variant, auto_class):
         assert float(right.double().mean()) == results["metrics"]["test"]["accuracy"]
 
     if variant != "ln":
-        card = (folder / "README.md").read_text()
-        assert f"accuracy | {results['metrics']['test']['accuracy']:.6g}" in card and results["command"] in card
+        check_card(folder, results, variant)
+
+
+def check_card(folder: Path, results: dict, variant: str) -> None:
+    """Its numbers are those of results.json, its snippet loads what is in the folder."""
+    text, test = (folder / "README.md").read_text(), results["metrics"]["test"]
+    scored = {n: v for n, v in test.items() if n.startswith(("accuracy", "f1", "loss"))}
+    found = {r.metric_name: r.metric_value for r in ModelCard.load(folder / "README.md").data.eval_results}
+    assert found == {f"{name} (patched)": value for name, value in scored.items()}
+    for name, value in scored.items():
+        assert f"| {name} | {value:.6g} |" in text
+    assert results["command"] in text and "| seed | 42 |" in text and "| train_batch_size | 4 |" in text
+    assert f"Trained on {results['rows']['train']} examples in " in text
+    assert re.search(
+        rf"^\| [\d.]+ \| {results['steps']} \| .* {results['metrics']['validation']['loss']:.6g} \|", text, re.M
+    )
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder.parent,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "tensor(" in done.stdout
 
 
 def test_same_bits_after_a_break(run):

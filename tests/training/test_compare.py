@@ -1,0 +1,109 @@
+"""compare.py: runs in pairs, goes on after a break, and its numbers are those of an independent calculation."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+pytest.importorskip("datasets")
+
+from training.compare import main, parse_args
+from training.comparison import rows_of, write_report
+
+RECIPES = Path(__file__).parents[2] / "training" / "recipes"
+
+
+def score(record):
+    return {name: record["metrics"]["test"][name] for name in ("accuracy", "f1_macro", "loss")}
+
+
+def test_runs_resumes_and_reports(tmp_path, tiny_bert, tagged_words):
+    arguments = [
+        "--recipe", str(RECIPES / "pos_ewt.yaml"), "--scale", "smoke", "--seeds", "2", "--variants", "autonorm_s",
+        "--output_dir", str(tmp_path), "--data_dir", str(tagged_words), "--model_name_or_path", str(tiny_bert),
+        "--use_cpu", "true",
+    ]  # fmt: skip
+    report = main(arguments)
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(r["variant"], r["seed"]) for r in records] == [(v, s) for v in ("ln", "autonorm_s") for s in (0, 1)]
+    text = report.read_text()
+    for record in records:
+        assert f"`{record['variant']}`" in text
+        single = json.loads((tmp_path / f"{record['variant']}-{record['seed']}" / "results.json").read_text())
+        assert single["metrics"]["test"]["accuracy"] == record["metrics"]["test"]["accuracy"]
+    assert {"results.png", "entropy.png", "norm_weight.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "autonorm_s-0" / "README.md").is_file()  # the card, with ln beside it
+
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])  # broken off in the last one
+    main(arguments)
+    again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert again[:-1] == records[:-1] and score(again[-1]) == score(records[-1])
+    assert main([*arguments, "--report"]).read_text() == report.read_text()
+    with pytest.raises(ValueError, match="other settings"):
+        main([*arguments, "--learning_rate", "0.5"])
+
+
+def made_up(variants=("ln", "dyt", "autonorm"), seeds=5, measure="accuracy"):
+    draw = random.Random(0)
+    return [
+        {
+            "variant": variant, "seed": seed, "recipe": "made_up", "overrides": [], "epochs": 2.0, "steps": 10,
+            "seconds": 5.0 + draw.random(), "rows": {"train": 10, "validation": 5, "test": 5}, "gate_history": [],
+            "freeze_decision": None, "parameters": {"total": 100, "added": len(variant)},
+            "settings": {"model_name_or_path": "none"},
+            "metrics": {"test": {measure: 0.8 + 0.01 * seed + 0.005 * draw.random(), "loss": 1.0}},
+        }
+        for variant in variants for seed in range(seeds)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "rmse"])
+def test_numbers_are_those_of_scipy(measure, tmp_path):
+    records = made_up(measure=measure)
+    rows = {row.variant: row for row in rows_of(records, measure)}
+    score = {v: np.array([r["metrics"]["test"][measure] for r in records if r["variant"] == v]) for v in rows}
+    for variant, row in rows.items():
+        low, high = stats.t.interval(0.95, 4, score[variant].mean(), stats.sem(score[variant]))
+        assert (row.score.low, row.score.high) == pytest.approx((low, high))
+        if variant == "ln":
+            assert row.against is None
+            continue
+        assert row.against.p == pytest.approx(stats.ttest_rel(score[variant], score["ln"]).pvalue)
+        gap = score[variant] - score["ln"]
+        assert row.effect == pytest.approx(gap.mean() / gap.std(ddof=1)) and row.against.mean == pytest.approx(
+            gap.mean()
+        )
+    text = write_report(records, tmp_path).read_text()
+    best = (max if measure == "accuracy" else min)(rows.values(), key=lambda row: row.score.mean).variant
+    assert next(line for line in text.splitlines() if line.startswith("| `")).startswith(f"| `{best}`")
+
+
+def test_pairs_are_of_equal_seeds_only():
+    records = [r for r in made_up(("ln", "dyt"), seeds=4) if (r["variant"], r["seed"]) not in {("ln", 0), ("dyt", 3)}]
+    row = next(row for row in rows_of(records, "accuracy") if row.variant == "dyt")
+    score = {(r["variant"], r["seed"]): r["metrics"]["test"]["accuracy"] for r in records}
+    assert row.seeds == 3 and row.against.mean == pytest.approx(
+        np.mean([score["dyt", seed] - score["ln", seed] for seed in (1, 2)])
+    )
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    text = write_report(made_up(seeds=1), tmp_path).read_text()
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "no.yaml"], "no recipe"),
+        (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", "ln,dty"], "'dty'"),
+        (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--seed", "3"], "--seeds"),
+    ],
+)
+def test_mistakes_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        parse_args(arguments)

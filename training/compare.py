@@ -1,0 +1,137 @@
+"""Variants x seeds of one recipe, compared in pairs: the same seed draws the same head, data order and dropout.
+
+    python training/compare.py --recipe training/recipes/pos_ewt.yaml --scale cpu --workers 2 \
+        --variants ln,dyt,autonorm,autonorm_s --seeds 3 [--data_dir DIR] [any option of train.py]
+
+Each run is one of `training/train.py`, in a process of its own, and one line of `runs.jsonl` in the output folder;
+started again, it does what is missing. `ln` (the model as it is) runs first: every other variant is compared with it.
+At the end, and with `--report` without any run, it writes `report.md` and the pictures from these lines alone: means
+with 95 % intervals, paired tests against `ln`, gate entropy by epoch, norm weight by layer.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, wherever this is started
+
+import yaml
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from training.comparison import write_report
+from training.variants import VARIANTS
+
+SCALES = Path(__file__).parent / "scales.yaml"
+# A run is short and done again if it is broken off; and nobody reads its progress bar.
+QUIET = ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--log_level", "error"]
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Returns the report's path."""
+    args, overrides = parse_args(argv)
+    folder = Path(args.output_dir or f"runs/compare/{Path(args.recipe).stem}-{args.scale}")
+    path = folder / "runs.jsonl"
+    if not args.report:
+        folder.mkdir(parents=True, exist_ok=True)
+        run_all(args, overrides, folder, path)
+    elif not path.is_file():
+        raise ValueError(f"{path} does not exist; run without --report first.")
+    return write_report(read_records(path), folder)
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    scales = yaml.safe_load(SCALES.read_text(encoding="utf-8"))
+    parser.add_argument("--recipe", required=True, help="a YAML of training/recipes/")
+    parser.add_argument("--variants", default="ln,dyt,autonorm,autonorm_s", help="names by commas; ln is always run")
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
+    parser.add_argument("--scale", default="cpu", choices=list(scales), help="see training/scales.yaml")
+    parser.add_argument("--output_dir")
+    parser.add_argument("--workers", type=int, default=1, help="runs at once, of one thread each if more than one")
+    parser.add_argument("--report", action="store_true", help="run nothing; report the runs there are")
+    args, overrides = parser.parse_known_args(argv)
+    args.variants = list(dict.fromkeys(["ln", *filter(None, args.variants.split(","))]))
+    for name in args.variants:
+        if name not in VARIANTS:
+            raise ValueError(f"Unknown variant {name!r}; there are {', '.join(VARIANTS)}.")
+    for option in ("--variant", "--seed", "--config", "--baseline"):
+        if any(word.split("=")[0] == option for word in overrides):
+            raise ValueError(f"{option} is set for each run; see --variants, --seeds and --recipe.")
+    if not Path(args.recipe).is_file():
+        raise ValueError(f"There is no recipe {args.recipe}.")
+    changes = scales[args.scale].get(Path(args.recipe).stem, scales[args.scale].get("default"))
+    if changes is None:
+        raise ValueError(f"training/scales.yaml has no scale {args.scale!r} for {Path(args.recipe).stem}.")
+    # The scale first: what was typed wins.
+    return args, [f"--{name}={value}" for name, value in changes.items()] + overrides
+
+
+def run_all(args: argparse.Namespace, overrides: list[str], folder: Path, path: Path) -> None:
+    """Appends a line to `path` for every run that is not in it."""
+    asked = [(variant, seed) for variant in args.variants for seed in range(args.seeds)]
+    done = set()
+    for record in read_records(path):
+        if record["overrides"] != overrides:
+            other = shlex.join(record["overrides"])
+            raise ValueError(f"{path} holds runs with other settings, {other!r}; give another --output_dir.")
+        done.add((record["variant"], record["seed"]))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    threads = str(max(1, (os.cpu_count() or 1) // args.workers))
+    # Spawned with their own number of threads: OpenMP reads it once.
+    before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), threads
+    try:
+        with (
+            Progress(*columns) as progress,
+            path.open("a", encoding="utf-8") as file,
+            ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool,
+        ):
+            bar = progress.add_task(Path(args.recipe).stem, total=len(asked), completed=len(done & set(asked)))
+            for first in (True, False):  # the baselines, then what is compared with them
+                wanted = [run for run in asked if (run[0] == "ln") == first and run not in done]
+                futures = [pool.submit(run_once, args.recipe, *run, str(folder), overrides) for run in wanted]
+                for future in as_completed(futures):
+                    file.write(json.dumps(future.result()) + "\n")
+                    file.flush()
+                    progress.advance(bar)
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def run_once(recipe: str, variant: str, seed: int, folder: str, overrides: list[str]) -> dict:
+    """One run of train.py, in this process. Returns its results and the options that shaped them."""
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging
+
+    from training.train import main as train
+
+    logging.disable_progress_bar()
+    disable_progress_bar()
+    argv = ["--config", recipe, *QUIET, *overrides, "--variant", variant, "--seed", str(seed)]
+    argv += ["--output_dir", str(Path(folder, f"{variant}-{seed}"))]
+    if variant != "ln":
+        argv += ["--baseline", str(Path(folder, f"ln-{seed}"))]
+    return train(argv) | {"recipe": Path(recipe).stem, "overrides": overrides}
+
+
+def read_records(path: Path) -> list[dict]:
+    """The runs in the file; a last line that was broken off is cut away, its run is made again."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+        path.write_text("".join(lines), encoding="utf-8")
+    return [json.loads(line) for line in lines]
+
+
+if __name__ == "__main__":
+    print(main())
