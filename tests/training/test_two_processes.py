@@ -31,8 +31,8 @@ def launch(root, tiny_bert, tagged_words, tmp_path_factory):
             --config {root}/training/recipes/pos_ewt.yaml --data_dir {tagged_words} --model_name_or_path {tiny_bert}
             --output_dir {whole} --use_cpu true --ddp_backend gloo --disable_tqdm true
             --variant autonorm_s --calibrate 1 --strength 0 --strength_ramp_ratio 0.375 --freeze_epoch 1
-            --max_steps 8 --per_device_train_batch_size 2 --learning_rate 0.01 --weight_decay 0.1 --save_steps {save_steps}
-            --eval_strategy no --save_strategy steps --save_total_limit 9
+            --max_steps 8 --per_device_train_batch_size 2 --learning_rate 0.01 --weight_decay 0.1
+            --eval_strategy no --save_strategy steps --save_steps {save_steps} --save_total_limit 9
             --max_eval_samples 7 --per_device_eval_batch_size 3
         """
         offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
