@@ -30,7 +30,7 @@ from training.models import resolve_model
 from training.tasks import TASKS, take
 from training.tasks.pos_tagging import encoder, with_string_tags
 from training.tasks.word_sentiment import load_lexicon, split_by_family, split_of
-from training.train import main
+from training.train import SCORES, main
 
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
 
@@ -233,7 +233,7 @@ def test_three_steps_of_a_recipe(run, recipe, variant, auto_class):
 def check_card(folder: Path, results: dict, variant: str) -> None:
     """Its numbers are those of results.json, its snippet loads what is in the folder."""
     text, test = (folder / "README.md").read_text(), results["metrics"]["test"]
-    scored = {n: v for n, v in test.items() if n.startswith(("accuracy", "f1", "loss"))}
+    scored = {n: v for n, v in test.items() if n.startswith(SCORES)}
     found = {r.metric_name: r.metric_value for r in ModelCard.load(folder / "README.md").data.eval_results}
     assert found == {f"{name} (patched)": value for name, value in scored.items()}
     for name, value in scored.items():

@@ -22,17 +22,17 @@ from training.tasks import take
 @pytest.fixture(scope="module")
 def launch(root, tiny_bert, tagged_words, tmp_path_factory):
     """Runs a script of tests/training/ on two ranks: from strength 0 up the ramp, through a freeze at step 4, to step
-    8; and again from step 2, within an epoch. Returns the folders of both runs."""
+    8; and again from the first checkpoint. Returns the folders of both runs."""
 
-    def launch(script: str, *options: str) -> tuple[Path, Path]:
+    def launch(script: str, *options: str, save_steps: int) -> tuple[Path, Path]:
         whole = tmp_path_factory.mktemp(script) / "run"
         command = f"""
-            -m accelerate.commands.launch {" ".join(options)} {root}/tests/training/{script}.py checkpoint-2
+            -m accelerate.commands.launch {" ".join(options)} {root}/tests/training/{script}.py checkpoint-{save_steps}
             --config {root}/training/recipes/pos_ewt.yaml --data_dir {tagged_words} --model_name_or_path {tiny_bert}
             --output_dir {whole} --use_cpu true --ddp_backend gloo --disable_tqdm true
             --variant autonorm_s --calibrate 1 --strength 0 --strength_ramp_ratio 0.375 --freeze_epoch 1
-            --max_steps 8 --per_device_train_batch_size 2 --learning_rate 0.01 --weight_decay 0.1 --save_steps 2
-            --eval_strategy no --save_strategy steps --save_total_limit 9
+            --max_steps 8 --per_device_train_batch_size 2 --learning_rate 0.01 --weight_decay 0.1
+            --eval_strategy no --save_strategy steps --save_steps {save_steps} --save_total_limit 9
             --max_eval_samples 7 --per_device_eval_batch_size 3
         """
         offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
@@ -52,7 +52,7 @@ def launch(root, tiny_bert, tagged_words, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ddp(launch, root):
-    return launch("two_ranks", f"--config_file {root}/training/accelerate/ddp.yaml")
+    return launch("two_ranks", f"--config_file {root}/training/accelerate/ddp.yaml", save_steps=2)
 
 
 def test_two_ranks_freeze_resume_and_score_every_word_once(ddp):
@@ -92,10 +92,13 @@ def test_two_ranks_freeze_resume_and_score_every_word_once(ddp):
 
 
 def test_fsdp2_learns_what_ddp_learns(ddp, launch, root):
-    """Weights, gradients and optimizer state cut up, layer by layer; through the freeze, checkpoints and a resume."""
+    """Weights, gradients and optimizer state cut up, layer by layer; through the freeze, checkpoints and a resume.
+
+    Few checkpoints, since over gloo each one takes as long as many steps."""
     wrap = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap BertLayer"
-    whole, resumed = launch("fsdp_ranks", f"--config_file {root}/training/accelerate/fsdp2.yaml", wrap)
-    for step in ("checkpoint-2", "checkpoint-4", "checkpoint-8", "."):
+    config = f"--config_file {root}/training/accelerate/fsdp2.yaml"
+    whole, resumed = launch("fsdp_ranks", config, wrap, save_steps=4)
+    for step in ("checkpoint-4", "checkpoint-8", "."):
         expected, found = (load_file(folder / step / "model.safetensors") for folder in (ddp[0], whole))
         assert expected.keys() == found.keys()
         for name, value in expected.items():
