@@ -201,10 +201,16 @@ def test_others_entries_of_the_auto_map_stay(tmp_path):
         assert len(auto_map) == entries and auto_map["AutoTokenizer"][0] == "tokenization_x.Slow"
 
 
-@register_branch("custom_code_test")
 class Cubic(PointwiseBranch):
     def curve(self, z):
         return z**3
+
+
+@pytest.fixture
+def own_branch():
+    register_branch("custom_code_test")(Cubic)
+    yield
+    del BRANCHES["custom_code_test"]
 
 
 class OwnBert(tf.BertModel):
@@ -225,7 +231,7 @@ class OwnBert(tf.BertModel):
         (lambda: patch(OwnBert(bert().config)), UnsupportedError, "no AutoModel class.*OwnBert"),
     ],
 )
-def test_what_cannot_have_custom_code_says_so_and_writes_nothing(tmp_path, make, error, words):
+def test_what_cannot_have_custom_code_says_so_and_writes_nothing(tmp_path, own_branch, make, error, words):
     with pytest.raises(error, match=words):
         save_pretrained(make(), tmp_path / "model", custom_code=True)
     assert not (tmp_path / "model").exists()
