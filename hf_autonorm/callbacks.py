@@ -213,7 +213,7 @@ class GateFreezeCallback(_Resumable):
             "gate_norm_weight": mean[0].item(),
             "gates_frozen": sum(layer.scalar("frozen") for _, layer in self._layers) / len(self._layers),
         }
-        _add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
+        add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
         self._since_log, self._since_log_count = None, 0
 
     # --- the decision ------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class StrengthRampCallback(_Resumable):
         **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
-            _add_to_logs(state, logs, {"strength": self._strength(state)})
+            add_to_logs(state, logs, {"strength": self._strength(state)})
 
     def _strength(self, state: TrainerState) -> float:
         share = min(1.0, state.global_step / max(1.0, self.ratio * state.max_steps))
@@ -377,7 +377,7 @@ def _require_in_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
         )
 
 
-def _add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
+def add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
     """Beside the loss, and in the history: Trainer has copied the logs there before the callbacks run."""
     logs.update(values)
     if state.log_history and state.log_history[-1].get("step") == state.global_step:

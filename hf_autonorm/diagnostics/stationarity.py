@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..callbacks import GateFreezeCallback
+from ..callbacks import GateFreezeCallback, add_to_logs
 from ..config import PatchConfig, in_range
 from ..errors import ConfigError, UnsupportedError
 from ..nn.autonorm import AutoNorm, autonorms
@@ -138,9 +138,7 @@ class StationarityCallback(TrainerCallback):
     ) -> None:
         if logs is None or self._to_log is None:
             return
-        logs["norm_input_drift"] = round(self._to_log, 6)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1]["norm_input_drift"] = logs["norm_input_drift"]
+        add_to_logs(state, logs, {"norm_input_drift": round(self._to_log, 6)})
         self._to_log = None
 
     def on_train_end(
