@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.calibration import survival
 
-BARS = {"AutoNorm, norm weight 0.9": 0.999, "Dynamic Tanh": 0.79}
+BARS = {"AutoNorm, norm weight 0.9": 0.999, "Dynamic Tanh": 0.79, "affine-like linears": 0.85}
 
 
 @pytest.mark.parametrize("name", BARS)

@@ -104,7 +104,7 @@ def load_texts(args: argparse.Namespace) -> dict[str, list[str]]:
     splits = load_dataset(args.data_dir or "stanfordnlp/sst2")
     column = "sentence" if "sentence" in splits["train"].column_names else "text"
     fit = random.Random(0).sample(list(splits["train"][column]), args.steps * args.batch_size + args.calibration_texts)
-    others = random.Random(0).sample(list(splits["validation"][column]), min(256, len(splits["validation"])))
+    others = random.Random(0).sample(list(splits["validation"][column]), min(128, len(splits["validation"])))
     # The Hub's test split has sentences, its labels are hidden: they are not needed here.
     unseen = random.Random(0).sample(list(splits["test"][column]), min(args.unseen, len(splits["test"])))
     return {"calibration": fit[: args.calibration_texts], "fit": fit[args.calibration_texts :], "held_out": others,
