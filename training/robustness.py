@@ -145,7 +145,7 @@ def corrupted(images: np.ndarray, corruption: str, severity: int) -> np.ndarray:
 def accuracy(model, transform, images: np.ndarray, labels: np.ndarray, batch_size: int) -> float:
     right = 0
     for start in range(0, len(images), batch_size):
-        pixels = torch.from_numpy(np.ascontiguousarray(images[start : start + batch_size])).permute(0, 3, 1, 2)
+        pixels = torch.from_numpy(images[start : start + batch_size].copy()).permute(0, 3, 1, 2)
         predicted = model(pixel_values=transform(pixels)).logits.argmax(-1)
         right += int((predicted.numpy() == labels[start : start + batch_size]).sum())
     return right / len(images)
