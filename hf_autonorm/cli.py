@@ -100,7 +100,11 @@ def patch(
         norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength
     )
     loaded = apply(parts.load(model), config=config)
-    report = fit(loaded, parts.batches(model, texts)) if texts else None
+    report = None
+    if texts:
+        batches = parts.batches(model, texts)
+        with parts.passes(loaded, "calibrating", as_json):
+            report = fit(loaded, batches)
     parts.save(loaded, output, model)
     if report is None:
         parts.done(output, {"output": str(output)}, as_json)
@@ -116,7 +120,9 @@ def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = Fa
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
     loaded = parts.load(model)
-    report = fit(loaded, parts.batches(model, texts))
+    batches = parts.batches(model, texts)
+    with parts.passes(loaded, "calibrating", as_json):
+        report = fit(loaded, batches)
     parts.save(loaded, output, model)
     parts.report(report, output, as_json)
 
@@ -149,7 +155,9 @@ def diagnose(
 
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
-    diagnosis = look(parts.load(model), parts.batches(model, texts))
+    loaded, batches = parts.load(model), parts.batches(model, texts)
+    with parts.passes(loaded, "diagnosing", as_json):
+        diagnosis = look(loaded, batches)
     if plot is not None:
         diagnosis.plot(str(plot))
     if as_json:

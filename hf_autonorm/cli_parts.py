@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 out = Console()
 
@@ -84,6 +87,22 @@ def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
     return [
         dict(tokenizer(part, padding=True, truncation=True, max_length=limit, return_tensors="pt")) for part in parts
     ]
+
+
+@contextlib.contextmanager
+def passes(model: Any, what: str, as_json: bool) -> Iterator[None]:
+    """A line on stderr that counts the model's forward passes while `what` goes on; nothing with --json."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed} forward passes"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=as_json, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        handle = model.register_forward_hook(lambda *_: progress.advance(task))
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def save(model: Any, output: Path, source: str) -> None:
