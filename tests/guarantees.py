@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -165,7 +165,7 @@ def _exact(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train:
     for index, (old, new) in enumerate(zip(before.outputs, now.outputs)):
         assert _bits_equal(old, new), f"output {index} differs by {(old.float() - new.float()).abs().max():.3g}"
     for name, old in before.gradients.items():
-        new = now.gradients.get(_patched_name(name, wrappers))
+        new = now.gradients.get(_patched_name(name, wrappers.values()))
         assert new is not None and _bits_equal(old, new), f"gradient of {name} differs"
     missing = before.called - now.called
     assert not missing, f"not called: {sorted(missing)[:3]} ({len(missing)} in all)"
@@ -181,7 +181,7 @@ def _live(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train: 
     assert not missing, f"not called: {sorted(missing)[:3]} ({len(missing)} in all)"
     if not train:
         return
-    lost = [n for n in before.gradients if _patched_name(n, wrappers) not in now.gradients]
+    lost = [n for n in before.gradients if _patched_name(n, wrappers.values()) not in now.gradients]
     assert not lost, f"no gradient any more: {lost[:3]} ({len(lost)} in all)"
     for wrapper, name in wrappers.items():
         had = any(f"{name}.{own}" in before.gradients for own, _ in wrapper.original.named_parameters())
@@ -195,8 +195,9 @@ def _live(subject: Subject, wrappers: dict[nn.Module, str], before: Run, train: 
 
 def _exempt(model: nn.Module, decays: set[str]) -> None:
     """What a stock Trainer exempts from weight decay stays exempt, what is new is exempt, what decayed decays."""
-    wrappers = {m: name for name, m in model.named_modules() if isinstance(m, Wrapper)}
-    expected = {_patched_name(name, wrappers) for name in decays}
+    # Under every name of a shared module: Trainer lists them all.
+    every = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Wrapper)]
+    expected = {_patched_name(name, every) for name in decays}
     now = _decay_names(model)
     assert now == expected, f"differs: {sorted(now ^ expected)[:4]}"
 
@@ -306,9 +307,9 @@ def _eval(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
         return tensors(model.eval()(**copied(inputs)))
 
 
-def _patched_name(name: str, wrappers: dict[nn.Module, str]) -> str:
+def _patched_name(name: str, wrapped_names: Iterable[str]) -> str:
     """A parameter's name after its module was wrapped."""
-    for wrapped in sorted(wrappers.values(), key=len, reverse=True):
+    for wrapped in sorted(wrapped_names, key=len, reverse=True):
         if wrapped == "" or name.startswith(wrapped + "."):
             return f"{wrapped}.original.{name.removeprefix(wrapped + '.')}".removeprefix(".")
     return name
