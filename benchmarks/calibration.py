@@ -12,14 +12,13 @@ import argparse
 import importlib.util
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_autonorm import calibrate, patch, set_strength
+from training.embeddings import batched, embed
 
 PATCHES: dict[str, dict[str, Any]] = {
     "AutoNorm, norm weight 0.9": {"norm": "autonorm"},
@@ -48,21 +47,6 @@ def sentences(data_dir: str | None, split: str, count: int, seed: int) -> list[s
     return random.Random(seed).sample(list(data[column]), count)
 
 
-def batched(tokenizer: Any, texts: list[str], size: int = 32) -> Iterator[dict[str, Tensor]]:
-    for start in range(0, len(texts), size):
-        yield dict(tokenizer(texts[start : start + size], padding=True, truncation=True, return_tensors="pt"))
-
-
-@torch.no_grad()
-def embed(model: nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
-    """(texts, width): the model's own sentence embedding, the normalised mean over valid tokens."""
-    pieces = []
-    for batch in batched(tokenizer, texts, 64):
-        hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-        pieces.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(pieces)
-
-
 def survival(
     data_dir: str | None, texts: int, seed: int, names: list[str] | None = None
 ) -> dict[str, dict[str, float]]:
@@ -85,7 +69,7 @@ def survival(
         row["bits that differ at strength 0"] = (embed(model, tokenizer, unseen) != reference).sum().item()
         set_strength(model, 1.0)
         start = time.perf_counter()
-        calibrate(model, batched(tokenizer, sentences(data_dir, "train", texts, seed)))
+        calibrate(model, batched(tokenizer, sentences(data_dir, "train", texts, seed), 32))
         row["seconds"] = time.perf_counter() - start
         row["calibrated"] = cosine()
         rows[name] = row

@@ -34,7 +34,6 @@ What is decided, and why:
 import gc
 import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -50,6 +49,7 @@ from transformers import HfArgumentParser
 from training.divergence_report import write_report
 from training.divergence_statistics import best_rate
 from training.divergence_training import HUB_ID, METHODS, Run, load_images, train
+from training.records import drop_torn_line, read_records
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> Path:
         run_all(SCALES[args.scale], args, path)
     elif not path.is_file():
         raise ValueError(f"{path} does not exist; run without --report first.")
-    return write_report(list(read_records(path)), folder)
+    return write_report(read_records(path), folder)
 
 
 def run_all(scale: Scale, args: Arguments, path: Path) -> None:
@@ -262,21 +262,6 @@ def count_runs(scale: Scale, source: str, done: dict[Run, dict]) -> tuple[int, i
 
 def as_run(record: dict) -> Run:
     return Run(**{f.name: record[f.name] for f in fields(Run)})
-
-
-def read_records(path: Path) -> Iterator[dict]:
-    """The complete lines of a file of runs."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    yield from (json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines())
-
-
-def drop_torn_line(path: Path) -> None:
-    """Takes off what a run that was killed while it wrote has left."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text and not text.endswith("\n"):
-        half_written = path.with_suffix(".tmp")
-        half_written.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
-        os.replace(half_written, path)
 
 
 DATA: dict = {}  # by split, (images, labels): for the forked workers

@@ -24,6 +24,7 @@ import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from training.comparison import write_report
+from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
 SCALES = Path(__file__).parent / "scales.yaml"
@@ -76,6 +77,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def run_all(args: argparse.Namespace, overrides: list[str], folder: Path, path: Path) -> None:
     """Appends a line to `path` for every run that is not in it."""
     asked = [(variant, seed) for variant in args.variants for seed in range(args.seeds)]
+    drop_torn_line(path)
     done = set()
     for record in read_records(path):
         if record["overrides"] != overrides:
@@ -120,17 +122,6 @@ def run_once(recipe: str, variant: str, seed: int, folder: str, overrides: list[
     if variant != "ln":
         argv += ["--baseline", str(Path(folder, f"ln-{seed}"))]
     return train(argv) | {"recipe": Path(recipe).stem, "overrides": overrides}
-
-
-def read_records(path: Path) -> list[dict]:
-    """The runs in the file; a last line that was broken off is cut away, its run is made again."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        path.write_text("".join(lines), encoding="utf-8")
-    return [json.loads(line) for line in lines]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from hf_autonorm import PatchConfig, StrengthRampCallback, calibrate, patch, set_strength
+from training.embeddings import batched, embed
 from training.models import resolve_model
+from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
 WAYS = [(start, walk) for start in ("calibrated", "uncalibrated") for walk in ("ramp", "abrupt")]
@@ -51,7 +53,7 @@ LOOKS = 6  # at even distances, the last one at the end
 def main(argv: list[str] | None = None) -> list[dict]:
     args = parse_args(argv)
     file = args.output_dir / "runs.jsonl"
-    runs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    runs = read_records(file)
     if not args.report:
         args.output_dir.mkdir(parents=True, exist_ok=True)
         transformers_logging.set_verbosity_error()
@@ -65,6 +67,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         }
         ways = [(name, *way) for name in args.patches for way in WAYS]
         total = len(ways) * (len(args.learning_rates) + len(args.seeds) - 1)
+        drop_torn_line(file)
         with Progress() as progress, file.open("a") as out:
             bar = progress.add_task("distillation", total=total)
             for name, start, walk in ways:
@@ -200,21 +203,6 @@ class LookCallback(TrainerCallback):
         if state.global_step % max(1, state.max_steps // LOOKS) == 0:
             self.seen.append(self.measure())
             model.train()
-
-
-def batched(tokenizer, texts: list[str], size: int) -> list[dict]:
-    parts = [texts[start : start + size] for start in range(0, len(texts), size)]
-    return [dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt")) for part in parts]
-
-
-@torch.no_grad()
-def embed(model: nn.Module, tokenizer, texts: list[str]) -> torch.Tensor:
-    """(texts, width): the normalised mean of the token embeddings, padding left out."""
-    pieces = []
-    for batch in batched(tokenizer, texts, 64):
-        hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-        pieces.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(pieces)
 
 
 def best_rate(runs: list[dict], setting: dict) -> float:

@@ -23,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 
 import numpy as np
 import torch
+from datasets import Image
 from rich.progress import Progress
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_autonorm  # noqa: F401  patched models load by the stock classes
 from training.augmentation import evaluation_transform
-from training.compare import read_records
+from training.data import find_column, load_splits
+from training.records import drop_torn_line, read_records
 from training.tasks.image_classification import processor_settings
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -41,6 +43,7 @@ def main(argv: list[str] | None = None) -> Path:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "accuracy.jsonl"
     source = PUBLISHED if args.corrupted else MADE
+    drop_torn_line(path)
     done = {key_of(record) for record in read_records(path)}
     models = {name: load(name) for name in args.models}
     names = corruptions(args)
@@ -63,6 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", required=True, help="folders or Hub ids of image classifiers")
     parser.add_argument("--corrupted", type=Path, help="the folder of CIFAR-10-C")
     parser.add_argument("--dataset_name", default="uoft-cs/cifar10", help="Hub id of the clean images")
+    parser.add_argument("--dataset_config", help="configuration of that dataset")
     parser.add_argument("--data_dir", help="a local folder with the clean images, used instead")
     parser.add_argument("--max_images", type=int, help="the first so many of each set")
     parser.add_argument("--batch_size", type=int, default=256)
@@ -118,12 +122,7 @@ def image_sets(args, names, done, source) -> Iterator[tuple[str, int, np.ndarray
 
 
 def clean_images(args) -> tuple[np.ndarray, np.ndarray]:
-    from datasets import Image, load_dataset
-
-    from training.data import find_column
-    from training.data.files import read_files
-
-    splits = read_files(args.data_dir) if args.data_dir else load_dataset(args.dataset_name)
+    splits = load_splits(args)
     image = find_column(splits, "img", "image_column", Image)
     rows = splits["test"].select(range(min(args.max_images or len(splits["test"]), len(splits["test"]))))
     return np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]]), np.asarray(rows["label"])

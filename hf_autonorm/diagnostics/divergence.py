@@ -18,22 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PatchConfig
 from ..errors import ConfigError, UnsupportedError
 from ..nn.affine import Correction
-from ..nn.autonorm import AutoNorm, valid_tokens
+from ..nn.autonorm import valid_tokens
 from ..nn.patchnorm import innermost
-from ..nn.traits import NormTraits, measure
 from ..nn.wrapper import Wrapper
-from ..patching.affine_targets import is_conv1d
+from ..patching.affine_targets import has_conv_forward, has_linear_forward
 from ..patching.batches import as_batches, attention_mask, forward
 from ..patching.calibrate import main_output, undisturbed
-from ..patching.targets import find_targets
 from ..tables import AsTable
-from .dytness import DytnessRow, NormWatch
+from .dytness import DytnessRow, NormWatch, norms_of
 from .steps import DivergenceRow, LayerWatch
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORM_TOKENS = 1024  # of each norm, over all batches: enough to tell how well a curve fits
 
 
@@ -107,7 +103,7 @@ def diagnose(model: nn.Module, batches: Iterable[Any], loss: Callable[[Any, Any]
     watches = [LayerWatch(name, module) for name, module in _affine_layers(model)]
     if not watches:
         raise UnsupportedError(f"{type(model).__name__} holds no Linear, Conv1D or Conv1d/2d/3d layer to diagnose")
-    norms = [NormWatch(*found, quota=-(-_NORM_TOKENS // len(batches))) for found in _norms(model)]
+    norms = [NormWatch(*found, quota=-(-_NORM_TOKENS // len(batches))) for found in norms_of(model)]
     said = ""
     with undisturbed(model), _without_parameter_gradients(model), contextlib.ExitStack() as stack:
         for watch in (*watches, *norms):
@@ -141,20 +137,10 @@ def _affine_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in inside and not isinstance(module, Correction):
             continue
         inner = innermost(module.original) if isinstance(module, Correction) else module
-        linear = is_conv1d(inner) or type(inner).forward is nn.Linear.forward
-        conv = any(type(inner).forward is c.forward and type(inner)._conv_forward is c._conv_forward for c in _CONVS)
         weight = inner._parameters.get("weight")
-        if (linear or conv) and weight is not None and weight.is_floating_point() and weight.element_size() > 1:
+        known = has_linear_forward(inner) or has_conv_forward(inner)
+        if known and weight is not None and weight.is_floating_point() and weight.element_size() > 1:
             yield name, module
-
-
-def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, NormTraits]]:
-    """(name, the module that is called, the norm itself, what it does)."""
-    for target in find_targets(model, PatchConfig(norm="dyt")):
-        if isinstance(target.module, AutoNorm):
-            yield target.name, target.module, target.module.original, measure(target.module.original)
-        elif target.traits is not None:
-            yield target.name, target.module, target.module, target.traits
 
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Tensor, str]:

@@ -14,11 +14,12 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..callbacks import GateFreezeCallback, add_to_logs
-from ..config import PatchConfig, in_range
+from ..config import in_range
 from ..errors import ConfigError, UnsupportedError
-from ..nn.autonorm import AutoNorm, autonorms
-from ..patching.targets import find_targets
+from ..nn.autonorm import autonorms
+from ..patching.batches import first_input
 from ..tables import AsTable
+from .dytness import norms_of
 
 
 @dataclass
@@ -93,10 +94,10 @@ class StationarityCallback(TrainerCallback):
     ) -> None:
         self._remove()
         self._reset()
-        norms = _norms(kwargs["model"])
+        norms = list(norms_of(kwargs["model"]))
         if not norms:
             raise UnsupportedError(f"{type(kwargs['model']).__name__} holds no norm to watch")
-        for name, module, axis in norms:
+        for name, module, _, axis in norms:
             hook = self._hook(name, axis)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -154,7 +155,7 @@ class StationarityCallback(TrainerCallback):
     def _hook(self, name: str, axis: int):
         def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._watching and module.training:
-                x = (args[0] if args else next(iter(kwargs.values()))).detach()
+                x = first_input(args, kwargs).detach()
                 rows = x.movedim(axis, -1).flatten(0, -2).float()
                 sums = torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(0), rows.square().sum(0)])
                 self._sums[name] = self._sums[name] + sums if name in self._sums else sums
@@ -218,17 +219,6 @@ class StationarityCallback(TrainerCallback):
         finally:
             for name, state in now.items():
                 layers[name].bias_gate.load_state_dict(state)
-
-
-def _norms(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
-    """(name, module, channel axis) of every norm that a patch wraps or could wrap."""
-    found = []
-    for target in find_targets(model, PatchConfig()):
-        if isinstance(target.module, AutoNorm):
-            found.append((target.name, target.module, target.module.channel_axis))
-        elif target.traits is not None:
-            found.append((target.name, target.module, target.traits.channel_axis))
-    return found
 
 
 def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:

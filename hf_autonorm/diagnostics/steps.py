@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..nn.affine import AffineLike, Correction
 from ..nn.patchnorm import PatchNorm, innermost
+from ..patching.batches import first_input
 from ..patching.fit_gain import valid_rows
 
 
@@ -78,7 +79,7 @@ class LayerWatch:
     def called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor | None:
         if self.busy or not isinstance(output, Tensor) or not torch.is_grad_enabled():
             return None
-        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        x = first_input(args, kwargs).detach()
         if not output.requires_grad:  # nothing before it has a gradient: begin here
             output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
         self.waiting += 1

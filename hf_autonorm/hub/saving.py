@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from ..errors import ConfigError, UnsupportedError, nearest
+from ..patching.batches import unwrapped
 from ..patching.record import QUANT_METHOD, record_dict, update_record
 from .atomic import replacing
 from .custom_code import CODE_FILE, auto_map_of, write_custom_code
@@ -125,17 +125,6 @@ def save_pretrained(
     if failure is not None:
         raise type(failure)(f"{failure}. The model itself is saved in {directory}") from failure
     return Path(directory)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of `torch.compile`, data parallelism and weight averaging around it."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)):
-            model = model.module
-        else:
-            return model
 
 
 def is_transformers(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ def linear_target(survey: Survey, name: str, module: nn.Module, *, heads: bool =
         return None
     target = Target(name, module, "linear")
     own_contract = None
-    if not is_conv1d(inner) and type(inner).forward is not nn.Linear.forward:
+    if not has_linear_forward(inner):
         own_contract = f"{type(inner).__name__} has a forward of its own, which may do more than W x + b"
     target.reason = _reason(survey, name, module, inner, own_contract, heads)
     return target
@@ -45,7 +45,7 @@ def conv_target(survey: Survey, name: str, module: nn.Module, *, heads: bool = F
     own_contract = None
     if isinstance(inner, _ConvTransposeNd):
         own_contract = "transposed convolution: an output is a sum over several patches"
-    elif not any(type(inner).forward is c.forward and type(inner)._conv_forward is c._conv_forward for c in _CONVS):
+    elif not has_conv_forward(inner):
         own_contract = f"{type(inner).__name__} has a forward of its own, which may do more than W x_p + b"
     target.reason = _reason(survey, name, module, inner, own_contract, heads)
     return target
@@ -61,6 +61,17 @@ def is_conv1d(module: nn.Module) -> bool:
     """GPT-2's Conv1D: a linear layer whose weight is (in, out)."""
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and type(module) is library.Conv1D
+
+
+def has_linear_forward(module: nn.Module) -> bool:
+    """Whether `module` computes W x + b and no more: nn.Linear's own forward, or Conv1D."""
+    return is_conv1d(module) or type(module).forward is nn.Linear.forward
+
+
+def has_conv_forward(module: nn.Module) -> bool:
+    """Whether `module` computes a convolution and no more, by the forward of nn.Conv1d, Conv2d or Conv3d."""
+    cls = type(module)
+    return any(cls.forward is c.forward and cls._conv_forward is c._conv_forward for c in _CONVS)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from ..errors import ConfigError
 
@@ -48,6 +49,11 @@ def forward(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch, see `arguments_of`."""
     args, kwargs = arguments_of(model, batch)
     return model(*args, **kwargs)
+
+
+def first_input(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The input of a layer, in a hook `with_kwargs`: positional, or by its own keyword (`hidden_states=`)."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def attention_mask(model: nn.Module, batch: Any) -> Any:
@@ -104,22 +110,22 @@ def _inputs_in(model: nn.Module, batch: tuple | list) -> list[Any]:
 
 def _positional(model: nn.Module) -> list[inspect.Parameter] | None:
     """The positional parameters of forward; None where it takes any number of them."""
-    model = _innermost(model)
+    model = unwrapped(model)
+    if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
+        model = unwrapped(model.get_base_model())
     parameters = list(inspect.signature(model.forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _innermost(model: nn.Module) -> nn.Module:
-    """The model itself, without what passes all arguments on: `torch.compile`, data parallel wrappers, PEFT."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """`model` without the wrappers of `torch.compile`, data parallelism and weight averaging around it."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)):
             model = model.module
-        elif hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
-            model = model.get_base_model()
         else:
             return model
 
@@ -135,4 +141,4 @@ def _usable(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
-__all__ = ["arguments_of", "as_batches", "attention_mask", "check_batch", "forward"]
+__all__ = ["arguments_of", "as_batches", "attention_mask", "check_batch", "first_input", "forward", "unwrapped"]

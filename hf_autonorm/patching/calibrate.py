@@ -15,7 +15,7 @@ from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, valid_tokens
 from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
-from .batches import as_batches, attention_mask, forward
+from .batches import as_batches, attention_mask, first_input, forward
 from .fit_branch import FitRow, fit_autonorm
 from .fit_gain import RunningR2, fit_gain, tune_gains, valid_rows
 from .lockstep import Lockstep
@@ -135,7 +135,7 @@ def _keep_outputs(model: nn.Module, found: list[tuple[str, Wrapper]], batches: l
     kept: list[dict[Wrapper, list[_Call]]] = []
 
     def keep(wrapper: Wrapper, args: tuple, kwargs: dict, output: Tensor) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
+        x = first_input(args, kwargs)
         # Copies: the model may go on in place (a convolution and a ReLU).
         kept[-1].setdefault(wrapper, []).append(_Call(x.detach().clone(), output.detach().clone()))
 
@@ -160,7 +160,7 @@ def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationRepo
     names = {wrapper: name for name, wrapper in found}
 
     def meet(wrapper: Wrapper, args: tuple, kwargs: dict) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
+        x = first_input(args, kwargs)
         index = lockstep.current_index
         holder = getattr(wrapper, "mask_holder", None)
         mask = None if holder is None else holder.mask

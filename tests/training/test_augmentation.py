@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("timm")
 
-from torch import nn
 from torch.nn import functional
 from transformers import BertConfig, BertForTokenClassification, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_autonorm import patch
+from tests.training.small import Small
 from training.augmentation import (
     AugmentedRows,
     EpochCallback,
@@ -181,16 +181,6 @@ def test_accumulated_batches_move_the_weights_as_one_batch_does(tmp_path, batch_
 
 
 # --- Averaged weights -----------------------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)
-
-    def forward(self, x, labels=None):
-        prediction = self.head(self.norm(self.first(x)))[:, 0]
-        return {"loss": functional.mse_loss(prediction, labels), "logits": prediction}
 
 
 def small_trainer(folder, model, callbacks, **options):

@@ -6,21 +6,11 @@ import torch
 pytest.importorskip("datasets")
 
 from torch import nn
-from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
 from hf_autonorm import GateFreezeCallback, StrengthRampCallback, patch
 from hf_autonorm.nn import AutoNorm
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)
-
-    def forward(self, x, labels=None):
-        prediction = self.head(self.norm(self.first(x)))[:, 0]
-        return {"loss": functional.mse_loss(prediction, labels), "logits": prediction}
+from tests.training.small import Small
 
 
 def make_model(trial=None) -> nn.Module:

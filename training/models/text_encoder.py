@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 
-from transformers import PreTrainedModel, RobertaConfig, RobertaTokenizer
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, RobertaConfig, RobertaTokenizer
+
+from training.models import class_names, resolve_model
 
 MAX_LENGTH = 512
 VOCABULARY = 10_000
@@ -35,3 +38,18 @@ def text_encoder(auto_class, tokenizer: RobertaTokenizer, **labels) -> PreTraine
         **labels,
     )
     return auto_class.from_config(config)
+
+
+def load_text_model(
+    name: str, auto_class, texts: Iterable[str | list[str]], names: list[str], **options
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """(tokenizer, model) of `--model_name_or_path`: from scratch, the tokenizer trained on `texts`, or pretrained.
+
+    names: of the classes. options: for the tokenizer of a pretrained model.
+    """
+    if name == "text_encoder":
+        tokenizer = train_tokenizer(texts)
+        return tokenizer, text_encoder(auto_class, tokenizer, **class_names(names))
+    path = resolve_model(name)
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    return tokenizer, auto_class.from_pretrained(path, dtype=torch.float32, **class_names(names))

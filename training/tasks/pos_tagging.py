@@ -8,12 +8,12 @@ may be strings or class labels.
 import torch
 from datasets import DatasetDict, Sequence, Value
 from torch.nn import functional
-from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
+from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from training.data import dataset_card, find_column, load_splits, three_splits
 from training.losses import cross_entropy
 from training.metrics import load_metric
-from training.models import class_names, resolve_model
+from training.models.text_encoder import load_text_model
 from training.tasks import Task, take
 
 NLTK = "NLTK's sample of the Penn Treebank: python -m nltk.downloader treebank, then .../corpora/treebank/combined."
@@ -29,15 +29,10 @@ def load(args, training_args) -> Task:
     tags = sorted({tag for split in splits.values() for row in split[label] for tag in row} - {NO_TAG})
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
-    if args.model_name_or_path == "text_encoder":
-        from training.models.text_encoder import text_encoder, train_tokenizer
-
-        tokenizer = train_tokenizer(splits["train"][text])
-        model = text_encoder(AutoModelForTokenClassification, tokenizer, **class_names(tags))
-    else:
-        path = resolve_model(args.model_name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(path, add_prefix_space=True)  # words come apart already
-        model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32, **class_names(tags))
+    # A prefix space: words come apart already.
+    tokenizer, model = load_text_model(
+        args.model_name_or_path, AutoModelForTokenClassification, splits["train"][text], tags, add_prefix_space=True
+    )
     splits = splits.map(
         encoder(tokenizer, text, label, {tag: index for index, tag in enumerate(tags)}, args.max_length),
         batched=True,

@@ -6,13 +6,12 @@ validation split, and validation comes out of the training rows. Those are phras
 there is better than on the test's whole sentences, for every variant alike.
 """
 
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from training.data import dataset_card, find_column, load_splits, three_splits, with_class_labels
 from training.losses import cross_entropy
 from training.metrics import classification_scorer
-from training.models import class_names, resolve_model
+from training.models.text_encoder import load_text_model
 from training.tasks import Task, take
 
 
@@ -25,15 +24,9 @@ def load(args, training_args) -> Task:
     names = splits["train"].features[label].names
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
-    if args.model_name_or_path == "text_encoder":
-        from training.models.text_encoder import text_encoder, train_tokenizer
-
-        tokenizer = train_tokenizer(splits["train"][text])
-        model = text_encoder(AutoModelForSequenceClassification, tokenizer, **class_names(names))
-    else:
-        path = resolve_model(args.model_name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **class_names(names))
+    tokenizer, model = load_text_model(
+        args.model_name_or_path, AutoModelForSequenceClassification, splits["train"][text], names
+    )
     splits = splits.map(
         encoder(tokenizer, text, label, args.max_length),
         batched=True,
