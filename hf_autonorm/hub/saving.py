@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, UnsupportedError, nearest
+from ..errors import ConfigError, nearest
 from ..patching.batches import unwrapped
-from ..patching.record import QUANT_METHOD, record_dict, update_record
+from ..patching.record import QUANT_METHOD, record_dict, require_module, update_record
 from .atomic import replacing
 from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
@@ -138,9 +138,7 @@ def is_timm(model: nn.Module) -> bool:
 
 
 def _check_arguments(model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; make a model of it" if isinstance(model, type) else type(model).__name__
-        raise UnsupportedError(f"a model must be an nn.Module, got {kind}")
+    require_module(model)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise ConfigError(
             f"tokenizer={tokenizer!r} has no save_pretrained; give the object (AutoTokenizer.from_pretrained(…)), or "
