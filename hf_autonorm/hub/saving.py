@@ -64,7 +64,8 @@ def save_pretrained(
     Args:
         model: patched or not; `torch.compile`, data-parallel and weight-averaging wrappers are taken off.
         directory: made if missing.
-        metrics, baseline: `{name: value}` for the card, of this model and of the one it is compared with.
+        metrics: `{name: value}` for the card.
+        baseline: those of the model that it is compared with.
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
         command: the command line that trained it.

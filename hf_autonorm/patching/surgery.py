@@ -134,7 +134,8 @@ def patch(
     Args:
         model: any `nn.Module`: a transformers or timm model, or one of your own.
         norm: "autonorm" (default), the name of a branch, which then replaces the norm, or None.
-        linear, conv: "affine_like", "norm_like", or None (default).
+        linear: "affine_like", "norm_like", or None (default).
+        conv: the same for convolutions (PatchNorm).
         config: a PatchConfig; the other arguments change single fields of it.
         calibrate: batches to fit the patch on, see `calibrate`.
         example_inputs: one batch, as for `calibrate`, to run through the model first: what it shows to be
@@ -153,7 +154,8 @@ def patch(
         ConfigError: a setting is unknown or out of range.
         NoMatchError: a rule matches nothing in this model.
         UnsupportedError: a setting that this model cannot take (a sequence gate on a causal decoder).
-        All before anything is changed.
+
+    All of them are raised before anything is changed.
     """
     config = resolve_config(norm, linear, conv, config, **fields)
     survey, targets = _targets(model, config, example_inputs)
