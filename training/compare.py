@@ -27,6 +27,11 @@ from training.comparison import write_report
 from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
+# VARIANT+calibrated+ramp: how a pretrained model is walked over, as options of train.py.
+WAYS = {
+    "calibrated": ["--calibrate", "16"],  # batches of the training data
+    "ramp": ["--strength", "0", "--strength_ramp_ratio", "0.5"],
+}
 SCALES = Path(__file__).parent / "scales.yaml"
 # A run is short and done again if it is broken off; and nobody reads its progress bar.
 QUIET = ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--log_level", "error"]
@@ -51,7 +56,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     scales = yaml.safe_load(SCALES.read_text(encoding="utf-8"))
     parser.add_argument("--recipe", required=True, help="a YAML of training/recipes/")
-    parser.add_argument("--variants", default="ln,dyt,autonorm,autonorm_s", help="names by commas; ln is always run")
+    parser.add_argument("--variants", default="ln,dyt,autonorm,autonorm_s", help="names by commas, with +calibrated or +ramp; ln is always run")
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument("--scale", default="cpu", choices=list(scales), help="see training/scales.yaml")
     parser.add_argument("--output_dir")
@@ -60,8 +65,11 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv)
     args.variants = list(dict.fromkeys(["ln", *filter(None, args.variants.split(","))]))
     for name in args.variants:
-        if name not in VARIANTS:
-            raise ValueError(f"Unknown variant {name!r}; there are {', '.join(VARIANTS)}.")
+        variant, *ways = name.split("+")
+        if variant not in VARIANTS:
+            raise ValueError(f"Unknown variant {variant!r}; there are {', '.join(VARIANTS)}.")
+        if unknown := [way for way in ways if way not in WAYS]:
+            raise ValueError(f"{name!r} ends in {unknown[0]!r}; there are {', '.join(f'+{way}' for way in WAYS)}.")
     for option in ("--variant", "--seed", "--config", "--baseline"):
         if any(word.split("=")[0] == option for word in overrides):
             raise ValueError(f"{option} is set for each run; see --variants, --seeds and --recipe.")
@@ -117,11 +125,13 @@ def run_once(recipe: str, variant: str, seed: int, folder: str, overrides: list[
 
     logging.disable_progress_bar()
     disable_progress_bar()
-    argv = ["--config", recipe, *QUIET, *overrides, "--variant", variant, "--seed", str(seed)]
+    name, *ways = variant.split("+")
+    argv = ["--config", recipe, *QUIET, *overrides, "--variant", name, "--seed", str(seed)]
+    argv += [word for way in ways for word in WAYS[way]]
     argv += ["--output_dir", str(Path(folder, f"{variant}-{seed}"))]
     if variant != "ln":
         argv += ["--baseline", str(Path(folder, f"ln-{seed}"))]
-    return train(argv) | {"recipe": Path(recipe).stem, "overrides": overrides}
+    return train(argv) | {"variant": variant, "recipe": Path(recipe).stem, "overrides": overrides}
 
 
 if __name__ == "__main__":
