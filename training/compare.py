@@ -5,8 +5,9 @@
 
 Each run is one of `training/train.py`, in a process of its own, and one line of `runs.jsonl` in the output folder;
 started again, it does what is missing. `ln` (the model as it is) runs first: every other variant is compared with it.
-At the end, and with `--report` without any run, it writes `report.md` and the pictures from these lines alone: means
-with 95 % intervals, paired tests against `ln`, gate entropy by epoch, norm weight by layer.
+At the end it writes `report.md` and the pictures from these lines alone: means with 95 % intervals, paired tests
+against `ln`, gate entropy by epoch, norm weight by layer. `--report` runs nothing: it puts these, the lines, and the
+model card of the best run under `model_cards/`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from training.comparison import write_report
+from training.comparison import publish, write_report
 from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
@@ -42,11 +43,12 @@ def main(argv: list[str] | None = None) -> Path:
     args, overrides = parse_args(argv)
     folder = Path(args.output_dir or f"runs/compare/{Path(args.recipe).stem}-{args.scale}")
     path = folder / "runs.jsonl"
-    if not args.report:
-        folder.mkdir(parents=True, exist_ok=True)
-        run_all(args, overrides, folder, path)
-    elif not path.is_file():
-        raise ValueError(f"{path} does not exist; run without --report first.")
+    if args.report:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; run without --report first.")
+        return publish(folder, Path(args.cards_dir, folder.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    run_all(args, overrides, folder, path)
     return write_report(read_records(path), folder)
 
 
@@ -56,12 +58,17 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     scales = yaml.safe_load(SCALES.read_text(encoding="utf-8"))
     parser.add_argument("--recipe", required=True, help="a YAML of training/recipes/")
-    parser.add_argument("--variants", default="ln,dyt,autonorm,autonorm_s", help="names by commas, with +calibrated or +ramp; ln is always run")
+    parser.add_argument(
+        "--variants",
+        default="ln,dyt,autonorm,autonorm_s",
+        help="names by commas, with +calibrated or +ramp; ln is always run",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument("--scale", default="cpu", choices=list(scales), help="see training/scales.yaml")
     parser.add_argument("--output_dir")
     parser.add_argument("--workers", type=int, default=1, help="runs at once, of one thread each if more than one")
-    parser.add_argument("--report", action="store_true", help="run nothing; report the runs there are")
+    parser.add_argument("--report", action="store_true", help="run nothing; publish the runs there are")
+    parser.add_argument("--cards_dir", default="model_cards", help="where --report writes a folder")
     args, overrides = parser.parse_known_args(argv)
     args.variants = list(dict.fromkeys(["ln", *filter(None, args.variants.split(","))]))
     for name in args.variants:

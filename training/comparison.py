@@ -1,6 +1,8 @@
 """What `compare.py` makes of its runs: the table, the paired tests, the pictures."""
 
+import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -73,6 +75,36 @@ def write_report(records: list[dict], folder: Path) -> Path:
     path = folder / "report.md"
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
     return path
+
+
+def publish(runs: Path, folder: Path) -> Path:
+    """The report of `runs`, its lines and pictures, and the card of the best run, into `folder`; all paths shortened.
+
+    The best run is the patched one with the best score on the validation split, so that its test score, which the
+    card gives, was not looked at. Returns the report's path.
+    """
+    text = (runs / "runs.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    measure = measure_of(records)
+    patched = [record for record in records if record["variant"] != "ln"]
+    card = None
+    if patched:
+        pick = max if MEASURES[measure] else min
+        best = pick(patched, key=lambda record: record["metrics"]["validation"][measure])
+        card = runs / f"{best['variant']}-{best['seed']}" / "README.md"
+        if not card.is_file():
+            raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [without_folders(line) for line in text.splitlines()]
+    (folder / "runs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if card:
+        (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
+    return write_report([json.loads(line) for line in lines], folder)
+
+
+def without_folders(text: str) -> str:
+    """Absolute paths in `text` become `.../NAME`: where somebody's data lay is nobody's business."""
+    return re.sub(r"(?<![\w.:/])/(?:[^/\s\"'`]+/)+([^/\s\"'`]*)", r".../\1", text)
 
 
 def _what_ran(records: list[dict]) -> str:
