@@ -66,7 +66,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
     text = [f"# {records[0]['recipe']}: {len(rows)} variants", "", _what_ran(records), "", *_table(rows, measure)]
     picture(rows, measure, folder / "results.png")
     text += ["", f"![{measure} of each variant, and its difference from ln](results.png)"]
-    gated = {v: runs for v, runs in _histories(records).items() if runs}
+    gated = {v: runs for v, runs in histories(records).items() if runs}
     if gated:
         entropy_picture(gated, folder / "entropy.png")
         weight_picture(gated, folder / "norm_weight.png")
@@ -145,7 +145,7 @@ def _interval(value: Estimate, form: str) -> str:
     return f"{value.mean:{form}} ({value.low:{form}} to {value.high:{form}})"
 
 
-def _histories(records: list[dict]) -> dict[str, list[list[dict]]]:
+def histories(records: list[dict]) -> dict[str, list[list[dict]]]:
     """variant -> the gate history of each seed."""
     found = defaultdict(list)
     for record in records:
@@ -154,8 +154,15 @@ def _histories(records: list[dict]) -> dict[str, list[list[dict]]]:
     return found
 
 
-def _entropy(entry: dict) -> float:
+def entropy_of(entry: dict) -> float:
     return mean(layer["entropy"] for layer in entry["layers"].values())
+
+
+def norm_weights(found: list[list[dict]]) -> tuple[float, float]:
+    """Mean weight of the original norm in the first and in the last third of the layers, at the end of training."""
+    weights = [[layer["weights"][0] for layer in history[-1]["layers"].values()] for history in found]
+    third = max(1, len(weights[0]) // 3)
+    return mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
 
 
 def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list[str]:
@@ -168,11 +175,9 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
         "frozen",
     )
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---:|---:|---|"]
-    for variant, histories in gated.items():
-        first, last = (mean(_entropy(history[index]) for history in histories) for index in (0, -1))
-        weights = [[layer["weights"][0] for layer in history[-1]["layers"].values()] for history in histories]
-        third = max(1, len(weights[0]) // 3)
-        early, late = mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
+    for variant, found in gated.items():
+        first, last = (mean(entropy_of(history[index]) for history in found) for index in (0, -1))
+        early, late = norm_weights(found)
         decisions = [r["freeze_decision"] for r in records if r["variant"] == variant and r["freeze_decision"]]
         said = ", ".join(
             f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g} (H {d['entropy']:.3f})" for d in decisions
@@ -205,7 +210,7 @@ def entropy_picture(gated: dict[str, list[list[dict]]], path: Path) -> None:
     axes = figure.subplots()
     for variant, histories in gated.items():
         epochs = [entry["epoch"] for entry in histories[0]]
-        means = [mean(_entropy(history[i]) for history in histories) for i in range(len(epochs))]
+        means = [mean(entropy_of(history[i]) for history in histories) for i in range(len(epochs))]
         axes.plot(epochs, means, marker=".", label=variant)
     axes.set(xlabel="epoch", ylabel="gate entropy (nats)", title="Mean over layers and seeds")
     axes.legend(fontsize="small")

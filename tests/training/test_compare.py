@@ -12,6 +12,7 @@ pytest.importorskip("datasets")
 
 from training.compare import main, parse_args
 from training.comparison import rows_of, without_folders, write_report
+from training.summary import main as summary
 
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
 
@@ -145,3 +146,17 @@ def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():
         _, changes = parse_args(["--recipe", str(recipe), "--scale", "cpu"])
         _, variant, training = parse_training(["--config", str(recipe), *changes])
         assert 1 <= variant.freeze_epoch < training.num_train_epochs, recipe.stem
+
+
+def test_summary_marks_what_differs(tmp_path):
+    with pytest.raises(ValueError, match="no comparison"):
+        summary(str(tmp_path))
+    for name, measure in (("words", "accuracy"), ("prices", "rmse")):
+        records = made_up(measure=measure)
+        for record in records:
+            record["metrics"]["test"][measure] += {"dyt": 0.1, "autonorm": -0.1}.get(record["variant"], 0)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    prices, words = (line for line in summary(str(tmp_path)).splitlines() if "↑" in line or "↓" in line)
+    assert [cell.split()[1:] for cell in words.split("|")[3:5]] == [["better"], ["worse"]]
+    assert [cell.split()[1:] for cell in prices.split("|")[3:5]] == [["worse"], ["better"]]
