@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test lint bench sweep clean
+.PHONY: demo test lint docs bench sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   patch, calibrate, train and reload a real pretrained model (under 5 minutes)"
 	@echo "make test   the tests                    make lint   ruff"
+	@echo "make docs   the pages of docs/ as a site in site/"
 	@echo "make bench  speed and memory             make sweep  every transformers and timm architecture (hours)"
 
 # The stamp changes with the dependencies, so an old environment is brought up to date.
@@ -28,6 +29,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
 
@@ -35,4 +39,4 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m tests.sweep
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis
