@@ -74,7 +74,7 @@ MISTAKES: dict[str, list[str]] = {
         "train(patched, GateFreezeCallback(freeze_epoch=10))",
         "GateFreezeCallback(freeze_epoch=0)",
         "train(patched, StrengthRampCallback())",
-        "trainer = make_trainer(model, GateFreezeCallback(1))\ntrainer.create_optimizer(); patch(model); trainer.train()",
+        "t = make_trainer(model, GateFreezeCallback(1))\nt.create_optimizer(); patch(model); t.train()",
     ],
     "Saving, loading, sharing": [
         "patched.load_state_dict(model.state_dict())",
