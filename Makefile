@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-autonorm demo --output runs/demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
