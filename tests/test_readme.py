@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
-from tests.hub.local_hub import OWNER_TOKEN, LocalHub
+from tests.hub.local_hub import LocalHub
 
 README = Path(__file__).parent.parent / "README.md"
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -21,13 +20,7 @@ def snippets() -> list[str]:
 def local_hub(tmp_path, monkeypatch):
     """A Hub on this machine, where `me` is the user, in place of the real one."""
     with LocalHub(tmp_path / "hub") as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", OWNER_TOKEN)
+        hub.take_over(monkeypatch, tmp_path / "cache")
         yield hub
 
 
