@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,13 @@ def in_range(name: str, value: float, low: float, high: float) -> None:
     """Raises ConfigError unless `value` is a number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must be a number in [{low}, {high}]")
+
+
+def _known_branches(name: Any, known: Iterable[str]) -> str:
+    return (
+        f"; choose one of {', '.join(known)} ({nearest(str(name), known, 1)}). A branch of your own is known once the "
+        "file with its @register_branch is imported"
+    )
 
 
 class _Strict:
@@ -193,9 +201,13 @@ class PatchConfig(_Strict):
         if not self.branches or len(set(self.branches)) != len(self.branches):
             raise ConfigError(f"branches={self.branches!r} must name at least one branch, each once")
         for name in self.branches:
-            _choice("branch", name, tuple(BRANCHES))
-        if self.norm is not None and self.norm != "autonorm":
-            _choice("norm", self.norm, ("autonorm", *BRANCHES))
+            if name not in BRANCHES:
+                raise ConfigError(f"branch {name!r} is unknown{_known_branches(name, BRANCHES)}")
+        if self.norm is not None and self.norm != "autonorm" and self.norm not in BRANCHES:
+            raise ConfigError(
+                f"norm={self.norm!r} is unknown: norms become 'autonorm' or one branch, or stay with norm=None"
+                f"{_known_branches(self.norm, ('autonorm', *BRANCHES))}"
+            )
 
     def norm_branches(self) -> list[str]:
         """The branches each norm gets: `norm="dyt"` alone is AutoNorm with the gate fixed on `dyt`."""

@@ -69,7 +69,8 @@ class AutoNorm(Wrapper):
         alpha: initial slope of pointwise branches.
         traits: the measured norm, where the caller has it already.
         generator: random numbers of the start; the global state is never used.
-        device, dtype: of the added parameters; default: those of the norm's own.
+        device: of the added parameters; default: that of the norm's own.
+        dtype: likewise.
 
     Buffers beside those of `Wrapper`: `frozen` (1,), `r2` (K,) from calibration (2.0: none yet), `statistics`
     (K+2,): the gate's mean weights and its entropy in nats in the last training forward.

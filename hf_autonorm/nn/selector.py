@@ -33,7 +33,8 @@ class NormSelector(nn.Module):
         width: channels of the norm.
         branches: K.
         gate: kind, granularity, hidden width, τ, initial weight.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: likewise.
     """
 
     def __init__(
