@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import FUSED
 from ..errors import ConfigError
 from .functional import EAGER, Engine, Form, Gradients, mix_backward, mix_forward
 
-FUSED = ("auto", "on", "off")
 VARIABLE = "HF_AUTONORM_FUSED"
 _SPELLINGS = {"1": "on", "0": "off", "": "auto"}
 # Numbers in x from which the compiled code pays, by device; measured on a CPU, where a call costs about 0.1 ms more.
