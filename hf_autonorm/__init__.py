@@ -4,21 +4,24 @@ from hf_autonorm import patch
 model = patch(AutoModel.from_pretrained(name))
 """
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING, Any
 
-from .callbacks import GateFreezeCallback, StrengthRampCallback
 from .config import GateConfig, PatchConfig
 from .diagnostics.divergence import diagnose
 from .diagnostics.gates import gates
-from .diagnostics.stationarity import StationarityCallback
 from .hub import loading as _loading  # noqa: F401  registers the door for stock `from_pretrained`
-from .hub.card_callback import ModelCardCallback
 from .hub.pushing import push_to_hub
 from .hub.saving import from_pretrained, save_pretrained
 from .nn import register_branch
 from .patching.calibrate import calibrate
 from .patching.fold import fold
 from .patching.surgery import patch, plan, set_strength, unpatch
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .callbacks import GateFreezeCallback, StrengthRampCallback
+    from .diagnostics.stationarity import StationarityCallback
+    from .hub.card_callback import ModelCardCallback
 
 __all__ = [
     "GateConfig",
@@ -40,3 +43,24 @@ __all__ = [
     "set_strength",
     "unpatch",
 ]
+
+# Trainer's imports take as long as those of torch and of the models together: they wait until a callback is asked for.
+_CALLBACKS = {
+    "GateFreezeCallback": "callbacks",
+    "ModelCardCallback": "hub.card_callback",
+    "StationarityCallback": "diagnostics.stationarity",
+    "StrengthRampCallback": "callbacks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CALLBACKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = found = getattr(import_module(f"{__name__}.{_CALLBACKS[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.training_args import TrainingArguments
 
 from .config import in_range
+from .decision import describe
 from .errors import ConfigError, NotPatchedError
 from .nn.autonorm import AutoNorm, autonorms
 from .patching.record import wrappers
@@ -295,17 +296,7 @@ class GateFreezeCallback(_Resumable):
 
     def describe(self) -> str:
         """The decision in one sentence, for logs and cards."""
-        if self.decision is None:
-            return "No freeze decision was reached."
-        d = self.decision
-        frozen, decided = d["frozen"], d.get("decided", d["frozen"])
-        done = f"{len(decided)} of {d['layers']} gates frozen" if decided else "no gate frozen"
-        sign = "≥" if d["entropy"] >= d["threshold"] else "<"
-        return (
-            f"{done} at epoch {d['epoch']:g} (step {d['step']}): mean gate entropy {d['entropy']:.4f} nats {sign} "
-            f"threshold {d['threshold']:g}, rule “{d['rule']}”."
-            + (f" The best model, loaded at the end, is from before it: {len(frozen)} frozen." if "best" in d else "")
-        )
+        return describe(self.decision)
 
 
 class StrengthRampCallback(_Resumable):

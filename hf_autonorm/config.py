@@ -14,6 +14,7 @@ from .errors import ConfigError, nearest
 GATE_KINDS = ("gumbel", "softmax", "hard", "random", "fixed")
 GRANULARITIES = ("token", "sequence", "layer")
 CORRECTIONS = ("affine_like", "norm_like")
+FUSED = ("auto", "on", "off")
 
 
 def _choice(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -154,6 +155,13 @@ class PatchConfig(_Strict):
     seed: int = field(
         default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."}
     )
+    fused: str = field(
+        default="auto",
+        metadata={
+            "help": "Compiled AutoNorm layers: auto (where the input is large enough to pay), on or off. The "
+            "environment variable HF_AUTONORM_FUSED (auto, 1 or 0) comes first."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.gate, dict):
@@ -185,6 +193,7 @@ class PatchConfig(_Strict):
                         f"{name}={rule!r} is no regular expression ({error}); for exact names pass a list, [{rule!r}]"
                     ) from None
         in_range("strength", self.strength, 0.0, 1.0)
+        _choice("fused", self.fused, FUSED)
         if (
             isinstance(self.dyt_alpha, bool)
             or not isinstance(self.dyt_alpha, (int, float))

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from hf_autonorm import demo, demo_task
 
+pytestmark = pytest.mark.xdist_group("demo")
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,25 +15,9 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from .facts import TrainingFacts
+
 _NOT_RESULTS = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time", "total_flos")
-
-
-@dataclass
-class TrainingFacts:
-    """What a model card tells of the training; what is None or empty is left out of it."""
-
-    base_model: str | None = None  # Hub id
-    dataset: str | Mapping[str, str] | None = None  # as in `save_pretrained`
-    baseline: Mapping[str, float] | None = None  # results of the unpatched model
-    license: str | None = None
-    command: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the model as it was at the end
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # {"epoch", "step", "loss", metrics}, in order
-    examples: int | None = None  # training rows
-    seconds: float | None = None
-    resumed_from: int | None = None  # step of the checkpoint; the seconds are those since
-    hardware: str | None = None
 
 
 class ModelCardCallback(TrainerCallback):
@@ -158,16 +140,3 @@ def typed_command() -> str | None:
     except ValueError:
         return None
     return shlex.join(["python", script.as_posix(), *sys.argv[1:]])
-
-
-def duration(seconds: float | None) -> str | None:
-    """`1 h 02 min`, `3 min 20 s`, `12.3 s`."""
-    if seconds is None or not math.isfinite(seconds):
-        return None
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-__all__ = ["ModelCardCallback", "TrainingFacts"]

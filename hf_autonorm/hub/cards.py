@@ -6,21 +6,22 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from torch import nn
 
-from ..callbacks import GateFreezeCallback
 from ..nn.affine import Correction
 from ..nn.autonorm import AutoNorm, autonorms
 from ..patching.record import wrappers
-from .card_callback import ModelCardCallback, TrainingFacts, duration
 from .custom_code import CODE_FILE
-from .facts import calls, evaluation_table, patched_groups, versions, without_secrets
+from .facts import TrainingFacts, calls, duration, evaluation_table, patched_groups, versions, without_secrets
 from .metadata import CardError, base_of, check_numbers, dataset_parts, eval_results, merge, metric_type, read_card
 from .metadata import pipeline_tag as pipeline_tag_of
 from .snippets import auto_class, snippet
+
+if TYPE_CHECKING:
+    from ..callbacks import GateFreezeCallback
 
 BEGIN = "<!-- hf_autonorm: begin. This part is rewritten on every save; your own words go above or below. -->"
 END = "<!-- hf_autonorm: end -->"
@@ -61,7 +62,8 @@ def write_card(
     Raises CardError, before anything is written, where the metadata would not be valid.
     """
     callbacks = list(callbacks or [])
-    facts = next((c.facts for c in callbacks if isinstance(c, ModelCardCallback)), TrainingFacts())
+    told = (getattr(callback, "facts", None) for callback in callbacks)
+    facts = next((facts for facts in told if isinstance(facts, TrainingFacts)), TrainingFacts())
     metrics = check_numbers("metrics", facts.metrics if metrics is None else metrics)
     baseline = check_numbers("baseline", facts.baseline if baseline is None else baseline)
     base_model, license = base_model or facts.base_model, license or facts.license
@@ -201,8 +203,7 @@ def _gate_facts(model: nn.Module, folder: Path, callbacks: list[Any]) -> dict[st
 
     if not any(layer.bias_gate.learns for _, layer in autonorms(model)):
         return {"gates": []}
-    rows = gates(model)
-    watcher = next((c for c in callbacks if isinstance(c, GateFreezeCallback)), None)
+    rows, watcher = gates(model), _watcher(callbacks)
     frozen = sum(row.frozen for row in rows)
     names = list(dict.fromkeys(name for row in rows for name in row.weights))
     return {
@@ -224,6 +225,14 @@ def _gate_facts(model: nn.Module, folder: Path, callbacks: list[Any]) -> dict[st
         + (watcher.describe() if watcher else f"{frozen} of {len(rows)} gates are frozen."),
         "plots": _draw(rows, watcher, folder),
     }
+
+
+def _watcher(callbacks: list[Any]) -> GateFreezeCallback | None:
+    if not callbacks:
+        return None
+    from ..callbacks import GateFreezeCallback  # costs Trainer's imports, which whoever has callbacks has paid
+
+    return next((callback for callback in callbacks if isinstance(callback, GateFreezeCallback)), None)
 
 
 def _draw(rows: Any, watcher: GateFreezeCallback | None, folder: Path) -> list[dict[str, str]]:

@@ -1,9 +1,12 @@
-"""What can be told about a patched model in few rows."""
+"""What can be told about a patched model and its training in few rows."""
 
 from __future__ import annotations
 
+import math
 import platform
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +15,24 @@ from torch import nn
 from ..config import GateConfig, PatchConfig
 from ..patching.record import patch_entries, wrappers
 from ..patching.surgery import _describe
+
+
+@dataclass
+class TrainingFacts:
+    """What a model card tells of the training; what is None or empty is left out of it."""
+
+    base_model: str | None = None  # Hub id
+    dataset: str | Mapping[str, str] | None = None  # as in `save_pretrained`
+    baseline: Mapping[str, float] | None = None  # results of the unpatched model
+    license: str | None = None
+    command: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the model as it was at the end
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # {"epoch", "step", "loss", metrics}, in order
+    examples: int | None = None  # training rows
+    seconds: float | None = None
+    resumed_from: int | None = None  # step of the checkpoint; the seconds are those since
+    hardware: str | None = None
 
 
 def pattern(name: str) -> str:
@@ -36,19 +57,21 @@ def patched_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def calls(model: nn.Module) -> list[str]:
     """The `patch` calls that lead to this model, with the settings that are not the defaults."""
-    lines = []
-    for entry in patch_entries(model):
-        config, default = PatchConfig.from_dict(entry["spec"]), PatchConfig()
-        words = [f"{k}={v!r}" for k, v in _changed(config, default).items() if k != "gate"]
-        gate = _changed(config.gate, GateConfig())
-        if gate:
-            words.append(f"gate=GateConfig({', '.join(f'{k}={v!r}' for k, v in gate.items())})")
-        lines.append(f"patch({', '.join(['model', *words])})")
-    return lines
+    return [call(entry["spec"]) for entry in patch_entries(model)]
 
 
-def _changed(config: Any, default: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+def call(spec: dict[str, Any]) -> str:
+    """The `patch` call of one saved setting; its branches need not be registered here."""
+    changed = _changed(spec, PatchConfig().to_dict())
+    gate = _changed(changed.pop("gate", {}), GateConfig().to_dict())
+    words = [f"{k}={v!r}" for k, v in changed.items()]
+    if gate:
+        words.append(f"gate=GateConfig({', '.join(f'{k}={v!r}' for k, v in gate.items())})")
+    return f"patch({', '.join(['model', *words])})"
+
+
+def _changed(spec: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    return {name: spec[name] for name, value in default.items() if name in spec and spec[name] != value}
 
 
 def evaluation_table(evaluations: list[dict[str, Any]], longest: int = 20) -> list[list[str]]:
@@ -80,7 +103,17 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             if package == "hf_autonorm":  # run from a checkout
-                from .. import __version__
+                from ..version import __version__
 
                 found[package] = __version__
     return found
+
+
+def duration(seconds: float | None) -> str | None:
+    """`1 h 02 min`, `3 min 20 s`, `12.3 s`."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

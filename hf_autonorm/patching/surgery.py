@@ -318,6 +318,7 @@ def _build_norm(survey: Survey, target: Target, config: PatchConfig, device: tor
         alpha=config.dyt_alpha,
         traits=target.traits,
         generator=generator,
+        fused=config.fused,
         device=device or near_device,
         dtype=near_dtype,
     )

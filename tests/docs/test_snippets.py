@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from huggingface_hub import constants
 from transformers import AutoModel, AutoTokenizer
 
 from hf_autonorm.nn.branches import BRANCHES
-from tests.hub.local_hub import OWNER_TOKEN, LocalHub
+from tests.hub.local_hub import LocalHub
 
 ROOT = Path(__file__).resolve().parents[2]
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -29,13 +28,7 @@ def blocks(page: Path, language: str) -> list[tuple[str, str]]:
 def local_hub(tmp_path, monkeypatch):
     """A Hub on this machine, where `me` is the user, in place of the real one."""
     with LocalHub(tmp_path / "hub") as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", OWNER_TOKEN)
+        hub.take_over(monkeypatch, tmp_path / "cache")
         yield hub
 
 

@@ -23,6 +23,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from .hub_api import Api
 from .hub_http import Fault, Request, Storage
 from .hub_storage import HubError, Repository
@@ -96,6 +98,16 @@ class LocalHub:
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1,localhost",
         }  # fmt: skip
         return kept | ours | ({"HF_TOKEN": token} if token else {})
+
+    def take_over(self, monkeypatch: Any, cache: Path) -> None:
+        """To the client in this process it is the Hub, until the test ends; `me` is logged in."""
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", self.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", OWNER_TOKEN)
 
     def run(self, script: str, home: Path, *arguments: Any, token: str | None = OWNER_TOKEN, **extra: str):
         """A fresh Python process with the real client: `subprocess.CompletedProcess`, its output as text."""

@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_autonorm import GateFreezeCallback, ModelCardCallback, patch, save_pretrained
-from hf_autonorm.hub.card_callback import duration, evaluations, results, typed_command
-from hf_autonorm.hub.facts import evaluation_table, without_secrets
+from hf_autonorm.hub.card_callback import evaluations, results, typed_command
+from hf_autonorm.hub.facts import duration, evaluation_table, without_secrets
 from tests.hub.small import tiny_bert
 
 ROWS = [{"input_ids": torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(i)), "labels": i % 2}
@@ -194,18 +194,16 @@ def test_no_secret_gets_into_a_card(typed, shown):
 
 
 def test_the_typed_command(tmp_path):
-    script = "import sys; sys.path.insert(0, {root!r})\nfrom hf_autonorm.hub.card_callback import typed_command\n"
-    script += "print(typed_command())"
     (tmp_path / "below").mkdir()
     (tmp_path / "beside").mkdir()
-    root = str(Path(__file__).parents[2])
-    (tmp_path / "below" / "run.py").write_text(script.format(root=root))
-    for cwd, expected in ((tmp_path, "python below/run.py --a 'b c'"), (tmp_path / "beside", None)):
-        done = subprocess.run(
-            [sys.executable, str(tmp_path / "below" / "run.py"), "--a", "b c"],
-            cwd=cwd, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.stdout.strip() == str(expected), done.stderr
+    (tmp_path / "below" / "run.py").write_text(
+        f"import os, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from hf_autonorm.hub.card_callback import typed_command\n"
+        "print(typed_command()); os.chdir('beside'); print(typed_command())"
+    )
+    command = [sys.executable, str(tmp_path / "below" / "run.py"), "--a", "b c"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["python below/run.py --a 'b c'", "None"], done.stderr
     assert typed_command() is None or "pytest" in sys.argv[0]
 
 

@@ -1,7 +1,6 @@
 """`custom_code=True`: the saved folder loads by `trust_remote_code=True` where hf_autonorm is not installed."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,9 +19,13 @@ from hf_autonorm.hub.flatten import FlattenError, flatten
 from hf_autonorm.nn import AutoNorm, PointwiseBranch
 from hf_autonorm.nn.branches import BRANCHES
 from hf_autonorm.patching.record import wrappers
+from tests.hub.local_hub import LocalHub
 from tests.hub.small import same_state, tiny_bert, tiny_net
 from tests.models import FAMILIES, bert, build, images, perturb_gates, same_bits, tokens
 
+pytestmark = pytest.mark.xdist_group("client")  # one process runs what has no package, one is the client of the Hub
+
+REPOS = ("me/code-by-model", "me/code-by-folder")
 SCRIPT = Path(__file__).with_name("without_package.py")
 ROOT = SCRIPT.parents[2]
 
@@ -73,18 +76,19 @@ def build_case(case: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return perturb_gates(patch(model, **fields)), inputs
 
 
-def run_without_package(jobs: list[dict], folder: Path) -> subprocess.CompletedProcess:
+def run_without_package(jobs: list[dict], folder: Path, hub: LocalHub) -> subprocess.CompletedProcess:
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules")}
-    environment.pop("PYTHONPATH", None)
+    environment = hub.environment(folder / "home")
+    environment.pop("PYTHONPATH")
     return subprocess.run(
         [sys.executable, SCRIPT, folder / "jobs.json"], cwd=folder, env=environment, capture_output=True, text=True
     )
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> Path:
-    """The folder with all models of CASES, saved, and what a process without hf_autonorm made of them."""
+def loaded(tmp_path_factory, hub, client) -> Path:
+    """The folder with all models of CASES, saved, and what a process without hf_autonorm made of them; and what it
+    made of REPOS."""
     folder = tmp_path_factory.mktemp("models")
     jobs = []
     for number, (case, (_, _, auto, options)) in enumerate(CASES.items()):
@@ -97,8 +101,16 @@ def loaded(tmp_path_factory) -> Path:
         jobs.append(job)
         if case == "decoder":  # saved again there, by stock transformers
             jobs.append(job | {"again": str(folder / "again"), "out": str(folder / "again.out")})
+    hub.faults.clear()
+    torch.save({"input_ids": torch.tensor([[2, 5, 9, 3]])}, folder / "hub.inputs")
+    for by_folder, repo in enumerate(REPOS):
+        client(PUSH, repo=repo, seed=7, by_folder=by_folder, folder=str(folder / "pushed"))
+        start = str(folder / f"hub{bool(by_folder)}")
+        job = {"folder": repo, "auto": SEQUENCE, "options": {"trust_remote_code": True}, "again": None}
+        job |= {"inputs": str(folder / "hub.inputs"), "out": f"{start}.out"}
+        jobs += [job, job | {"again": f"{start}.again", "out": f"{start}.again.out"}]
     jobs.append(jobs[0] | {"options": {}, "out": str(folder / "loud.out")})  # not trusted
-    done = run_without_package(jobs, folder)
+    done = run_without_package(jobs, folder, hub)
     assert done.returncode == 0, done.stderr[-3000:]
     loud = re.sub(r"\x1b\[\d*m", "", done.stderr).partition(f"loading {jobs[-1]['out']}")[2]
     (folder / "loud.stderr").write_text(loud)
@@ -276,32 +288,27 @@ if by_folder:
 push_to_hub(model, repo, **({} if by_folder else {"custom_code": True}))
 """
 LOAD = """
-import sys
-from pathlib import Path
-if sys.argv[2] == "blocked":
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] == "hf_autonorm":
-                raise ModuleNotFoundError("No module named 'hf_autonorm'", name="hf_autonorm")
-    sys.meta_path.insert(0, Blocker())
-else:
-    import hf_autonorm
 import torch
 from transformers import AutoModelForSequenceClassification as Auto
-model = Auto.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[2] == "blocked")
-again = Path(sys.argv[3])
+model = Auto.from_pretrained(repo, cache_dir=cache)
 model.save_pretrained(again)
-print(sorted(path.name for path in again.glob("*.py")), "auto_map" in (again / "config.json").read_text())
-print(model(torch.tensor([[2, 5, 9, 3]])).logits.tolist())
+result = model(torch.tensor([[2, 5, 9, 3]])).logits.tolist()
 """
 
 
 @pytest.mark.parametrize("by_folder", [False, True])
-def test_over_the_hub(hub, client, repo, tmp_path, by_folder):
-    client(PUSH, repo=repo, seed=7, by_folder=by_folder, folder=str(tmp_path / "model"))
-    assert CODE_FILE in hub.files(repo)
-    expected = str(tiny_bert(7)(torch.tensor([[2, 5, 9, 3]])).logits.tolist())
-    for kind, files in (("blocked", f"['{CODE_FILE}'] True"), ("installed", "[] False")):
-        done = hub.run(LOAD, tmp_path / f"home {kind}", repo, kind, tmp_path / f"again {kind}")
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.splitlines()[-2:] == [files, expected]
+def test_over_the_hub(loaded, hub, client, tmp_path, by_folder):
+    """Without the package from an empty cache; and with it, whose process pushed it, from another empty cache."""
+    assert CODE_FILE in hub.files(REPOS[by_folder])
+    expected = tiny_bert(7)(torch.tensor([[2, 5, 9, 3]])).logits
+    assert torch.equal(torch.load(loaded / f"hub{by_folder}.out")["outputs"][0], expected)
+    assert_saved(loaded / f"hub{by_folder}.again", code=True)
+
+    found = client(LOAD, repo=REPOS[by_folder], cache=str(tmp_path / "cache"), again=str(tmp_path / "again"))
+    assert found == expected.tolist()
+    assert_saved(tmp_path / "again", code=False)
+
+
+def assert_saved(folder: Path, code: bool) -> None:
+    assert [path.name for path in folder.glob("*.py")] == [CODE_FILE] * code
+    assert ("auto_map" in (folder / "config.json").read_text()) == code

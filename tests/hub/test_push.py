@@ -8,6 +8,8 @@ import yaml
 
 from tests.hub.local_hub import FINE_TOKEN, OWNER_TOKEN, READ_TOKEN, RemoteError, own
 
+pytestmark = pytest.mark.xdist_group("client")
+
 PREPARE = "from tests.hub.small import *\nfrom hf_autonorm import push_to_hub\nimport warnings\n"
 SAVE = PREPARE + "from hf_autonorm import save_pretrained\n"
 PUSH = PREPARE + "result = push_to_hub(tiny_bert(seed, norm=norm), repo, **options).oid"
@@ -274,7 +276,7 @@ def test_command_line(hub, client, repo, tmp_path):
     (folder / "checkpoint-5" / "optimizer.pt").write_text("not for the Hub")
     (folder / "notes.txt").write_text("notes")
     code = (
-        "import contextlib, io\nfrom hf_autonorm import cli\nstdout = io.StringIO()\n"
+        "import contextlib, io\nimport hf_autonorm_cli as cli\nstdout = io.StringIO()\n"
         "with contextlib.redirect_stdout(stdout), contextlib.suppress(SystemExit):\n    cli.main(arguments)\n"
         "result = stdout.getvalue()"
     )
