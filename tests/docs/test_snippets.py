@@ -96,7 +96,7 @@ def assert_a_branch_of_ones_own_in_ten_lines_comes_back(page, namespace):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_are_those_of_the_command_line(page):
     """Every `hf-autonorm …` that a page shows parses: the command is there, and so are its options."""
-    from hf_autonorm.cli import app
+    from hf_autonorm_cli import app
 
     group = typer.main.get_command(app)
     text = page.read_text(encoding="utf-8")
