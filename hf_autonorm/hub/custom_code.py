@@ -95,7 +95,7 @@ def write_custom_code(folder: Path, auto_map: dict[str, str] | None) -> None:
 @functools.cache
 def source() -> str:
     """The text of `modeling_autonorm.py`: the same for every model."""
-    from .. import __version__
+    from ..version import __version__
 
     own = [cls.__name__ for cls in BRANCHES.values() if cls.__module__ == Branch.__module__]
     roots = [(f"{__package__}.remote", "__getattr__"), *((Branch.__module__, name) for name in own)]

@@ -103,7 +103,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             if package == "hf_autonorm":  # run from a checkout
-                from .. import __version__
+                from ..version import __version__
 
                 found[package] = __version__
     return found

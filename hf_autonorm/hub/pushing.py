@@ -71,7 +71,7 @@ def push_to_hub(
     secret = _token(token)
     from huggingface_hub import HfApi
 
-    from .. import __version__
+    from ..version import __version__
 
     api = HfApi(token=secret, library_name="hf_autonorm", library_version=__version__)
     with _explained(repo_id), tempfile.TemporaryDirectory(prefix="hf_autonorm-") as scratch:

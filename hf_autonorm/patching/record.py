@@ -44,7 +44,7 @@ def patch_entries(model: nn.Module) -> list[dict[str, Any]]:
 
 def record_dict(model: nn.Module) -> dict[str, Any] | None:
     """The whole record of `model`, JSON-ready, or None where nothing is patched."""
-    from .. import __version__
+    from ..version import __version__
 
     entries = patch_entries(model)
     record = {"quant_method": QUANT_METHOD, "version": __version__, "patches": entries}

@@ -276,7 +276,7 @@ def test_command_line(hub, client, repo, tmp_path):
     (folder / "checkpoint-5" / "optimizer.pt").write_text("not for the Hub")
     (folder / "notes.txt").write_text("notes")
     code = (
-        "import contextlib, io\nfrom hf_autonorm import cli\nstdout = io.StringIO()\n"
+        "import contextlib, io\nimport hf_autonorm_cli as cli\nstdout = io.StringIO()\n"
         "with contextlib.redirect_stdout(stdout), contextlib.suppress(SystemExit):\n    cli.main(arguments)\n"
         "result = stdout.getvalue()"
     )

@@ -1,5 +1,6 @@
 """Recipes, data and runs of training/train.py."""
 
+import html
 import json
 import random
 import re
@@ -21,6 +22,7 @@ from transformers import (
     DataCollatorForTokenClassification,
 )
 
+from hf_autonorm.report import write_report
 from training.arguments import parse_args
 from training.metrics import load_metric
 from training.models import resolve_model
@@ -310,3 +312,5 @@ def test_the_monitor_says_what_earlier_freezes_would_have_changed(tiny_bert, tag
     final, same = results["metrics"]["validation"], said["frozen_at"][3]
     assert same["accuracy"] == final["accuracy"] and same["loss"] == pytest.approx(final["loss"], abs=1e-6)
     assert json.loads((tmp_path / "results.json").read_text())["stationarity"]["moved"] == said["moved"]
+    page = html.unescape(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert said["advice"] in page and results["command"] in page and (tmp_path / "trainer_state.json").is_file()

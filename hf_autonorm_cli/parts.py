@@ -38,7 +38,7 @@ Heads = Annotated[bool, typer.Option("--heads", help="Task heads (classifiers) t
 
 
 def config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength) -> Any:
-    from . import GateConfig, PatchConfig
+    from hf_autonorm import GateConfig, PatchConfig
 
     none = {"none": None, "None": None, "": None}
     return PatchConfig(
@@ -57,7 +57,7 @@ def config(norm, linear, conv, branches, include, exclude, gate, granularity, no
 def load(path: str) -> Any:
     from transformers.utils import logging
 
-    from . import from_pretrained
+    from hf_autonorm import from_pretrained
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -68,8 +68,8 @@ def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
     """Tokenized batches of a text file's lines, at most 512 of them."""
     from transformers import AutoTokenizer
 
-    from .errors import ConfigError
-    from .hub.reading import local_folder
+    from hf_autonorm.errors import ConfigError
+    from hf_autonorm.hub.reading import local_folder
 
     try:
         text = texts.read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def passes(model: Any, what: str, as_json: bool) -> Iterator[None]:
 
 
 def save(model: Any, output: Path, source: str) -> None:
-    from . import save_pretrained
+    from hf_autonorm import save_pretrained
 
     save_pretrained(model, output, files_from=source)
 

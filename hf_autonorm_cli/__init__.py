@@ -1,6 +1,7 @@
 """`hf-autonorm`: a thin face over the verbs of the package. Paths or Hub ids in, folders out.
 
-torch and transformers are imported inside the commands only, so that a new command costs `--help` nothing.
+A package beside hf_autonorm, which registers its door with transformers when it is imported, and so imports torch and
+transformers. Here they are imported inside the commands only: `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import cli_parts as parts
-from .cli_parts import (
+from . import parts
+from .parts import (
     Branches,
     Conv,
     Exclude,
@@ -68,7 +69,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what [b]patch[/b] would do, module by module, and why it leaves one alone."""
-    from . import plan as make_plan
+    from hf_autonorm import plan as make_plan
 
     config = parts.config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, 1.0)
     parts.show(make_plan(parts.load(model), config=config), as_json)
@@ -93,8 +94,8 @@ def patch(
     as_json: Json = False,
 ) -> None:
     """Patch a model and save it; with [b]--texts[/b] it is calibrated first, and so stays close to the original."""
-    from . import calibrate as fit
-    from . import patch as apply
+    from hf_autonorm import calibrate as fit
+    from hf_autonorm import patch as apply
 
     config = parts.config(
         norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength
@@ -115,7 +116,7 @@ def patch(
 @app.command(epilog="Example:  hf-autonorm calibrate my-bert my-bert-calibrated --texts sentences.txt")
 def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = False) -> None:
     """Fit a patched model's layers to their originals on a few hundred texts, without training, and save it."""
-    from . import calibrate as fit
+    from hf_autonorm import calibrate as fit
 
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
@@ -135,7 +136,7 @@ def gates(
     as_json: Json = False,
 ) -> None:
     """Show each gate's mean weights and entropy: as saved, or measured over [b]--texts[/b]."""
-    from . import gates as look
+    from hf_autonorm import gates as look
 
     rows = look(parts.load(model), parts.batches(model, texts) if texts else None)
     if plot is not None:
@@ -151,7 +152,7 @@ def diagnose(
     as_json: Json = False,
 ) -> None:
     """Rank the affine layers by how far their SGD steps are from the gradient's, and the norms by their dytness."""
-    from . import diagnose as look
+    from hf_autonorm import diagnose as look
 
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
@@ -166,10 +167,25 @@ def diagnose(
         out.print(diagnosis.table())
 
 
+@app.command(epilog="Example:  hf-autonorm report runs/cifar10/autonorm_s-0")
+def report(
+    folder: Annotated[Path, typer.Argument(help="The output_dir of a run: of training/train.py, or of any Trainer.")],
+    output: Annotated[Path | None, typer.Option(help="The page to write; default: FOLDER/report.html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page of a training run: results, curves, gates over time, freeze decision, plan.
+
+    Put [b]hf-autonorm diagnose … --json > FOLDER/diagnosis.json[/b] beside it, and the page ranks the layers too."""
+    from hf_autonorm.report import write_report
+
+    written = write_report(folder, output)
+    parts.done(written, {"output": str(written)}, as_json)
+
+
 @app.command(epilog="Example:  hf-autonorm unpatch my-bert my-stock-bert")
 def unpatch(model: Model, output: Out, as_json: Json = False) -> None:
     """Take the patch out again; the result is a stock model with its (trained) own norms."""
-    from . import unpatch as undo
+    from hf_autonorm import unpatch as undo
 
     parts.save(undo(parts.load(model)), output, model)
     parts.done(output, {"output": str(output)}, as_json)
@@ -185,8 +201,8 @@ def fold(
 ) -> None:
     """Collapse the gates that settled: to the original norm, or to one branch; [b]--texts[/b] judges those that depend
     on their input."""
-    from . import fold as collapse
-    from .patching.record import wrappers
+    from hf_autonorm import fold as collapse
+    from hf_autonorm.patching.record import wrappers
 
     loaded = parts.load(model)
     before = len(wrappers(loaded))
@@ -212,7 +228,7 @@ def push(
 ) -> None:
     """Upload a saved model and its card to the Hub, in one commit; after a broken upload, the same again goes on.
     The token is that of [b]hf auth login[/b] or HF_TOKEN."""
-    from . import push_to_hub
+    from hf_autonorm import push_to_hub
 
     commit = push_to_hub(
         folder, repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
@@ -236,8 +252,8 @@ def card(
     as_json: Json = False,
 ) -> None:
     """Write the model card of a saved model, or bring its part of README.md up to date; your own words stay."""
-    from .hub.cards import write_card
-    from .hub.reading import local_folder
+    from hf_autonorm.hub.cards import write_card
+    from hf_autonorm.hub.reading import local_folder
 
     folder = local_folder(folder)
     written = write_card(
@@ -264,7 +280,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """The whole way on a real model: plan, patch, calibrate, train, save, reload. Takes some 3 minutes."""
-    from .demo import run
+    from hf_autonorm.demo import run
 
     results = run(output, quick=quick, console=Console(quiet=True) if as_json else out)
     if as_json:
@@ -278,7 +294,7 @@ def env(as_json: Json = False) -> None:
 
     import torch
 
-    from .hub.facts import versions
+    from hf_autonorm.hub.facts import versions
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     facts = {**versions(), "platform": platform.platform(), "device": device, "threads": torch.get_num_threads()}
