@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test lint wheel-check bench sweep clean
+.PHONY: demo test lint docs wheel-check bench sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   patch, calibrate, train and reload a real pretrained model (under 5 minutes)"
-	@echo "make test   the tests                    make lint   ruff"
+	@echo "make test   the tests                    make lint   ruff and mypy"
+	@echo "make docs   the pages of docs/ as a site in site/"
 	@echo "make wheel-check  wheel and sdist, and the demo from the wheel"
 	@echo "make bench  speed and memory             make sweep  every transformers and timm architecture (hours)"
 
@@ -28,9 +29,13 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 wheel-check: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
@@ -39,4 +44,4 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m tests.sweep
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis

@@ -1,76 +1,70 @@
-"""Forward + backward of the layers, as ratios to `nn.LayerNorm` in one interleaved run.
-
-python -m benchmarks.layers [--tokens 1576] [--width 768] [--repeats 15]
-"""
+"""Norm layers beside their peers, forward + backward and forward alone."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from hf_autonorm import GateConfig
-from hf_autonorm.nn import AffineLike, AutoNorm, DynamicTanh
+from hf_autonorm.nn import AutoNorm
+
+from .peers import DyT, NaiveAutoNorm
+from .timing import Section, forward, forward_backward, measure, with_fused
+
+OURS = {  # name → how to make it
+    "AutoNorm": lambda width: AutoNorm(nn.LayerNorm(width)),
+    "AutoNorm, frozen": lambda width: frozen(AutoNorm(nn.LayerNorm(width))),
+    "AutoNorm over RMSNorm": lambda width: AutoNorm(nn.RMSNorm(width, eps=1e-6)),
+    "AutoNorm, dyt alone": lambda width: AutoNorm(nn.LayerNorm(width), gate=GateConfig(kind="fixed", value=0.0)),
+}
 
 
-def candidates(width: int) -> dict[str, nn.Module]:
-    """The layers, each in training mode; the first is the reference."""
-    fixed = GateConfig(kind="fixed", value=0.0)
-    frozen = AutoNorm(nn.LayerNorm(width))
-    frozen.freeze()
+def frozen(layer: AutoNorm) -> AutoNorm:
+    layer.freeze()
+    return layer
+
+
+def compiled(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, fullgraph=True, dynamic=False)
+
+
+def candidates(width: int) -> dict[str, tuple[nn.Module, str]]:
+    """(layer in training mode, whether hf_autonorm's own compiled code is on) by name."""
+    found = {
+        "LayerNorm": (nn.LayerNorm(width), "0"),
+        "RMSNorm": (nn.RMSNorm(width), "0"),
+        "DyT": (DyT(width), "0"),
+        "DyT, compiled": (compiled(DyT(width)), "0"),
+        "naive AutoNorm": (NaiveAutoNorm(width), "0"),
+        "naive AutoNorm, compiled": (compiled(NaiveAutoNorm(width)), "0"),
+        "AutoNorm, strength 0": (AutoNorm(nn.LayerNorm(width), strength=0.0), "0"),
+    }
+    for name, make in OURS.items():
+        found[f"{name}, eager"] = (make(width), "0")
+        found[f"{name}, fused"] = (make(width), "1")
+    return found
+
+
+def work(width: int, tokens: int, backward: bool, names: list[str] | None = None) -> dict[str, Callable[[], object]]:
+    """The candidates (or those named) as pieces of work on the same input."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(tokens, width, generator=generator) for _ in range(2))
     return {
-        "LayerNorm": nn.LayerNorm(width),
-        "RMSNorm": nn.RMSNorm(width),
-        "DynamicTanh": DynamicTanh(width),
-        "AutoNorm, strength 0": AutoNorm(nn.LayerNorm(width), strength=0.0),
-        "AutoNorm, gumbel/token": AutoNorm(nn.LayerNorm(width)),
-        "AutoNorm, frozen": frozen,
-        "AutoNorm, softmax/layer": AutoNorm(nn.LayerNorm(width), gate=GateConfig(kind="softmax", granularity="layer")),
-        "AutoNorm, dyt alone": AutoNorm(nn.LayerNorm(width), gate=fixed),
-        "Linear": nn.Linear(width, width),
-        "AffineLike(Linear)": AffineLike(nn.Linear(width, width)),
+        name: with_fused(fused, forward_backward(layer, x, grad) if backward else forward(layer.eval(), x))
+        for name, (layer, fused) in candidates(width).items()
+        if names is None or name in names
     }
 
 
-def interleaved(work: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turn so that a busy moment of the machine meets all of them."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for repeat in range(repeats + 2):
-        for name, run in work.items():
-            start = time.perf_counter()
-            run()
-            if repeat >= 2:  # the first rounds warm up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1576)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    x = torch.randn(8, args.tokens // 8, args.width, requires_grad=True)
-    grad = torch.randn_like(x)
-
-    def step(layer: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            layer.zero_grad(set_to_none=True)
-            layer(x).backward(grad)
-
-        return run
-
-    seconds = interleaved({name: step(layer) for name, layer in candidates(args.width).items()}, args.repeats)
-    reference = seconds["LayerNorm"]
-    print(f"forward + backward, {x.shape[0] * x.shape[1]} × {args.width}, fp32, {torch.get_num_threads()} CPU threads")
-    for name, value in seconds.items():
-        print(f"{name:26s} {1e3 * value:9.2f} ms  {value / reference:7.2f} × LayerNorm")
-
-
-if __name__ == "__main__":
-    main()
+def run(seconds: float, width: int = 768, tokens: int = 4096) -> dict[str, Section]:
+    size = f"{tokens} tokens × {width}, fp32"
+    return {
+        "norm layers, forward + backward": measure(
+            f"norm layers, forward + backward, {size}", "LayerNorm", work(width, tokens, True), seconds
+        ),
+        "norm layers, forward": measure(
+            f"norm layers, forward in eval, {size}", "LayerNorm", work(width, tokens, False), seconds / 3
+        ),
+    }

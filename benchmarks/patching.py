@@ -1,16 +1,14 @@
 """How long `patch` takes, by the size of the model: Llama configurations on the meta device, no weight anywhere.
 
-python -m benchmarks.patching [--repeats 3]
-
 CPU seconds of the process (another load on the machine hardly counts), the first call apart: it reads transformers'
-conversion tables once. Ends with the exponent of the growth over the number of modules: 1 is linear.
+conversion tables once.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +23,23 @@ SIZES = {
     "70 B": (80, 8192, 28672, 64, 8),
     "405 B": (126, 16384, 53248, 128, 8),
 }
+RULES = {"norms": {}, "norms and linears": {"linear": "affine_like"}}
+
+
+@dataclass(frozen=True)
+class PatchTimes:
+    """Median CPU seconds of `patch` for each size, and the seconds of the first call of the process (8 B, norms)."""
+
+    title: str
+    first: float
+    modules: dict[str, int]
+    seconds: dict[str, dict[str, float]]  # rule → size → seconds
+
+    def exponent(self, rule: str) -> float:
+        """Of the growth over the number of modules: 1 is linear."""
+        sizes = list(self.modules)
+        counts, seconds = [self.modules[s] for s in sizes], [self.seconds[rule][s] for s in sizes]
+        return float(np.polyfit(np.log(counts), np.log(seconds), 1)[0])
 
 
 def llama(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> nn.Module:
@@ -42,32 +57,26 @@ def llama(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> nn.
         return LlamaForCausalLM(config)
 
 
-def seconds(size: str, repeats: int, **rules) -> tuple[int, float]:
-    """(number of modules, median CPU seconds). Every parameter must be the object it was, and on the meta device."""
-    times = []
+def once(size: str, **rules: str) -> tuple[int, float]:
+    """(number of modules, CPU seconds). Every parameter must be the object it was, and on the meta device."""
+    model = llama(*SIZES[size])
+    modules, before = sum(1 for _ in model.modules()), {id(p) for p in model.parameters()}
+    start = time.process_time()
+    patch(model, **rules)
+    taken = time.process_time() - start
+    assert before <= {id(p) for p in model.parameters()} and all(p.is_meta for p in model.parameters())
+    return modules, taken
+
+
+def run(seconds: float, sizes: tuple[str, ...] = tuple(SIZES), repeats: int = 3) -> dict[str, PatchTimes]:
+    """`seconds` is not read: `repeats` of each, in turn."""
+    first = once("8 B" if "8 B" in sizes else sizes[0])[1]
+    modules: dict[str, int] = {}
+    taken: dict[str, dict[str, list[float]]] = {rule: {size: [] for size in sizes} for rule in RULES}
     for _ in range(repeats):
-        model = llama(*SIZES[size])
-        modules, before = sum(1 for _ in model.modules()), {id(p) for p in model.parameters()}
-        start = time.process_time()
-        patch(model, **rules)
-        times.append(time.process_time() - start)
-        assert before <= {id(p) for p in model.parameters()} and all(p.is_meta for p in model.parameters())
-        del model
-    return modules, statistics.median(times)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    print(f"first call of the process, 8 B, norms: {seconds('8 B', 1)[1]:.2f} s")
-    for name, rules in {"norms": {}, "norms and linears": {"linear": "affine_like"}}.items():
-        rows = [(size, *seconds(size, repeats, **rules)) for size in SIZES]
-        for size, modules, taken in rows:
-            print(f"{name:18s} Llama {size:>6s}  {modules:5d} modules  {taken:.2f} s")
-        exponent = np.polyfit(np.log([row[1] for row in rows]), np.log([row[2] for row in rows]), 1)[0]
-        print(f"{name:18s} grows with the number of modules to the power of {exponent:.2f}")
-
-
-if __name__ == "__main__":
-    main()
+        for rule, fields in RULES.items():
+            for size in sizes:
+                modules[size], value = once(size, **fields)
+                taken[rule][size].append(value)
+    medians = {rule: {size: statistics.median(values) for size, values in row.items()} for rule, row in taken.items()}
+    return {"patch time": PatchTimes("patch, Llama configurations on the meta device", first, modules, medians)}

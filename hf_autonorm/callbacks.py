@@ -153,6 +153,7 @@ class GateFreezeCallback(_Resumable):
             raise ConfigError(
                 f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so no epochs; use freeze_step"
             )
+        self._warn_if_too_late(state)
         self._reset()
         resumed = self.restore(state)
         self._layers = layers
@@ -216,6 +217,19 @@ class GateFreezeCallback(_Resumable):
         }
         add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
         self._since_log, self._since_log_count = None, 0
+
+    def _warn_if_too_late(self, state: TrainerState) -> None:
+        planned = (
+            ("freeze_epoch", self.freeze_epoch, state.num_train_epochs, "epoch"),
+            ("freeze_step", self.freeze_step, state.max_steps, "step"),
+        )
+        for name, value, end, unit in planned:
+            if value is not None and self.rule != "never" and 0 < end < value:
+                warnings.warn(
+                    f"GateFreezeCallback: {name}={value}, but the run ends with {unit} {end}: no decision will fall. "
+                    f"Give at most {end}, or rule='never' to log the gates alone",
+                    stacklevel=3,
+                )
 
     # --- the decision ------------------------------------------------------------------------------------------------
 
@@ -323,6 +337,12 @@ class StrengthRampCallback(_Resumable):
         self.start = None
         if not self.restore(state) or self.start is None:
             self.start = found[0][1].scalar("strength")
+            if self.start == self.end:
+                warnings.warn(
+                    f"StrengthRampCallback: the strength is {self.end:g} already, so there is nothing to ramp; begin "
+                    f"elsewhere: patch(model, strength={0.0 if self.end else 1.0}) or set_strength(model, …)",
+                    stacklevel=2,
+                )
         self._set(state, kwargs["model"])
 
     def on_step_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from .errors import ConfigError, nearest
 GATE_KINDS = ("gumbel", "softmax", "hard", "random", "fixed")
 GRANULARITIES = ("token", "sequence", "layer")
 CORRECTIONS = ("affine_like", "norm_like")
+FUSED = ("auto", "on", "off")
 
 
 def _choice(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -26,6 +28,13 @@ def in_range(name: str, value: float, low: float, high: float) -> None:
     """Raises ConfigError unless `value` is a number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must be a number in [{low}, {high}]")
+
+
+def _known_branches(name: Any, known: Iterable[str]) -> str:
+    return (
+        f"; choose one of {', '.join(known)} ({nearest(str(name), known, 1)}). A branch of your own is known once the "
+        "file with its @register_branch is imported"
+    )
 
 
 class _Strict:
@@ -146,6 +155,13 @@ class PatchConfig(_Strict):
     seed: int = field(
         default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."}
     )
+    fused: str = field(
+        default="auto",
+        metadata={
+            "help": "Compiled AutoNorm layers: auto (where the input is large enough to pay), on or off. The "
+            "environment variable HF_AUTONORM_FUSED (auto, 1 or 0) comes first."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.gate, dict):
@@ -177,6 +193,7 @@ class PatchConfig(_Strict):
                         f"{name}={rule!r} is no regular expression ({error}); for exact names pass a list, [{rule!r}]"
                     ) from None
         in_range("strength", self.strength, 0.0, 1.0)
+        _choice("fused", self.fused, FUSED)
         if (
             isinstance(self.dyt_alpha, bool)
             or not isinstance(self.dyt_alpha, (int, float))
@@ -193,9 +210,13 @@ class PatchConfig(_Strict):
         if not self.branches or len(set(self.branches)) != len(self.branches):
             raise ConfigError(f"branches={self.branches!r} must name at least one branch, each once")
         for name in self.branches:
-            _choice("branch", name, tuple(BRANCHES))
-        if self.norm is not None and self.norm != "autonorm":
-            _choice("norm", self.norm, ("autonorm", *BRANCHES))
+            if name not in BRANCHES:
+                raise ConfigError(f"branch {name!r} is unknown{_known_branches(name, BRANCHES)}")
+        if self.norm is not None and self.norm != "autonorm" and self.norm not in BRANCHES:
+            raise ConfigError(
+                f"norm={self.norm!r} is unknown: norms become 'autonorm' or one branch, or stay with norm=None"
+                f"{_known_branches(self.norm, ('autonorm', *BRANCHES))}"
+            )
 
     def norm_branches(self) -> list[str]:
         """The branches each norm gets: `norm="dyt"` alone is AutoNorm with the gate fixed on `dyt`."""

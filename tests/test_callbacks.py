@@ -378,7 +378,7 @@ def test_without_a_gate_there_is_nothing_to_freeze(tmp_path, fields):
 @pytest.mark.parametrize("callback", [GateFreezeCallback(1), StrengthRampCallback()])
 def test_a_patch_that_cannot_learn_is_noticed(tmp_path, callback):
     """LoRA on top freezes all it does not adapt; with the norms in `modules_to_save` the gates go on learning."""
-    lora = lambda **k: get_peft_model(make(), LoraConfig(target_modules=["query"], **k))  # noqa: E731
+    lora = lambda **k: get_peft_model(make(strength=0.5), LoraConfig(target_modules=["query"], **k))  # noqa: E731
     name = type(callback).__name__
     with pytest.warns(UserWarning, match=f"{name}: no .* is trainable.*modules_to_save"):
         trainer(tmp_path, [callback], lora(), max_steps=1).train()
@@ -393,7 +393,7 @@ def test_a_patch_that_cannot_learn_is_noticed(tmp_path, callback):
 
 
 def test_a_patch_without_parameters_may_ramp_beside_lora(tmp_path):
-    model = make(norm=None, linear="affine_like", include=r".*intermediate\.dense")
+    model = make(norm=None, linear="affine_like", include=r".*intermediate\.dense", strength=0.0)
     model = get_peft_model(model, LoraConfig(target_modules=["query"]))
     with warnings.catch_warnings(record=True) as caught:
         trainer(tmp_path, [StrengthRampCallback()], model, max_steps=1).train()

@@ -27,6 +27,10 @@ class DataArguments:
             "scratch: `vit_lite` (images), `text_encoder` (text and tags), `feature_transformer` (tables)."
         },
     )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Sizes of a model from scratch, `depth=4,embed_dim=64`; see its file in training/models/."},
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id of the dataset."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     data_dir: str | None = field(

@@ -5,8 +5,9 @@
 
 Each run is one of `training/train.py`, in a process of its own, and one line of `runs.jsonl` in the output folder;
 started again, it does what is missing. `ln` (the model as it is) runs first: every other variant is compared with it.
-At the end, and with `--report` without any run, it writes `report.md` and the pictures from these lines alone: means
-with 95 % intervals, paired tests against `ln`, gate entropy by epoch, norm weight by layer.
+At the end it writes `report.md` and the pictures from these lines alone: means with 95 % intervals, paired tests
+against `ln`, gate entropy by epoch, norm weight by layer. `--report` runs nothing: it puts these, the lines, and the
+model card of the best run under `model_cards/`.
 """
 
 import argparse
@@ -23,10 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from training.comparison import write_report
+from training.comparison import publish, write_report
 from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
+# VARIANT+calibrated+ramp: how a pretrained model is walked over, as options of train.py.
+WAYS = {
+    "calibrated": ["--calibrate", "16"],  # batches of the training data
+    "ramp": ["--strength", "0", "--strength_ramp_ratio", "0.5"],
+}
 SCALES = Path(__file__).parent / "scales.yaml"
 # A run is short and done again if it is broken off; and nobody reads its progress bar.
 QUIET = ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--log_level", "error"]
@@ -37,11 +43,12 @@ def main(argv: list[str] | None = None) -> Path:
     args, overrides = parse_args(argv)
     folder = Path(args.output_dir or f"runs/compare/{Path(args.recipe).stem}-{args.scale}")
     path = folder / "runs.jsonl"
-    if not args.report:
-        folder.mkdir(parents=True, exist_ok=True)
-        run_all(args, overrides, folder, path)
-    elif not path.is_file():
-        raise ValueError(f"{path} does not exist; run without --report first.")
+    if args.report:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; run without --report first.")
+        return publish(folder, Path(args.cards_dir, folder.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    run_all(args, overrides, folder, path)
     return write_report(read_records(path), folder)
 
 
@@ -51,17 +58,25 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     scales = yaml.safe_load(SCALES.read_text(encoding="utf-8"))
     parser.add_argument("--recipe", required=True, help="a YAML of training/recipes/")
-    parser.add_argument("--variants", default="ln,dyt,autonorm,autonorm_s", help="names by commas; ln is always run")
+    parser.add_argument(
+        "--variants",
+        default="ln,dyt,autonorm,autonorm_s",
+        help="names by commas, with +calibrated or +ramp; ln is always run",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument("--scale", default="cpu", choices=list(scales), help="see training/scales.yaml")
     parser.add_argument("--output_dir")
     parser.add_argument("--workers", type=int, default=1, help="runs at once, of one thread each if more than one")
-    parser.add_argument("--report", action="store_true", help="run nothing; report the runs there are")
+    parser.add_argument("--report", action="store_true", help="run nothing; publish the runs there are")
+    parser.add_argument("--cards_dir", default="model_cards", help="where --report writes a folder")
     args, overrides = parser.parse_known_args(argv)
     args.variants = list(dict.fromkeys(["ln", *filter(None, args.variants.split(","))]))
     for name in args.variants:
-        if name not in VARIANTS:
-            raise ValueError(f"Unknown variant {name!r}; there are {', '.join(VARIANTS)}.")
+        variant, *ways = name.split("+")
+        if variant not in VARIANTS:
+            raise ValueError(f"Unknown variant {variant!r}; there are {', '.join(VARIANTS)}.")
+        if unknown := [way for way in ways if way not in WAYS]:
+            raise ValueError(f"{name!r} ends in {unknown[0]!r}; there are {', '.join(f'+{way}' for way in WAYS)}.")
     for option in ("--variant", "--seed", "--config", "--baseline"):
         if any(word.split("=")[0] == option for word in overrides):
             raise ValueError(f"{option} is set for each run; see --variants, --seeds and --recipe.")
@@ -117,11 +132,13 @@ def run_once(recipe: str, variant: str, seed: int, folder: str, overrides: list[
 
     logging.disable_progress_bar()
     disable_progress_bar()
-    argv = ["--config", recipe, *QUIET, *overrides, "--variant", variant, "--seed", str(seed)]
+    name, *ways = variant.split("+")
+    argv = ["--config", recipe, *QUIET, *overrides, "--variant", name, "--seed", str(seed)]
+    argv += [word for way in ways for word in WAYS[way]]
     argv += ["--output_dir", str(Path(folder, f"{variant}-{seed}"))]
     if variant != "ln":
         argv += ["--baseline", str(Path(folder, f"ln-{seed}"))]
-    return train(argv) | {"recipe": Path(recipe).stem, "overrides": overrides}
+    return train(argv) | {"variant": variant, "recipe": Path(recipe).stem, "overrides": overrides}
 
 
 if __name__ == "__main__":

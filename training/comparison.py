@@ -1,6 +1,8 @@
 """What `compare.py` makes of its runs: the table, the paired tests, the pictures."""
 
+import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -64,7 +66,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
     text = [f"# {records[0]['recipe']}: {len(rows)} variants", "", _what_ran(records), "", *_table(rows, measure)]
     picture(rows, measure, folder / "results.png")
     text += ["", f"![{measure} of each variant, and its difference from ln](results.png)"]
-    gated = {v: runs for v, runs in _histories(records).items() if runs}
+    gated = {v: runs for v, runs in histories(records).items() if runs}
     if gated:
         entropy_picture(gated, folder / "entropy.png")
         weight_picture(gated, folder / "norm_weight.png")
@@ -73,6 +75,36 @@ def write_report(records: list[dict], folder: Path) -> Path:
     path = folder / "report.md"
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
     return path
+
+
+def publish(runs: Path, folder: Path) -> Path:
+    """The report of `runs`, its lines and pictures, and the card of the best run, into `folder`; all paths shortened.
+
+    The best run is the patched one with the best score on the validation split, so that its test score, which the
+    card gives, was not looked at. Returns the report's path.
+    """
+    text = (runs / "runs.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    measure = measure_of(records)
+    patched = [record for record in records if record["variant"] != "ln"]
+    card = None
+    if patched:
+        pick = max if MEASURES[measure] else min
+        best = pick(patched, key=lambda record: record["metrics"]["validation"][measure])
+        card = runs / f"{best['variant']}-{best['seed']}" / "README.md"
+        if not card.is_file():
+            raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [without_folders(line) for line in text.splitlines()]
+    (folder / "runs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if card:
+        (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
+    return write_report([json.loads(line) for line in lines], folder)
+
+
+def without_folders(text: str) -> str:
+    """Absolute paths in `text` become `.../NAME`: where somebody's data lay is nobody's business."""
+    return re.sub(r"(?<![\w.:/])/(?:[^/\s\"'`]+/)+([^/\s\"'`]*)", r".../\1", text)
 
 
 def _what_ran(records: list[dict]) -> str:
@@ -113,7 +145,7 @@ def _interval(value: Estimate, form: str) -> str:
     return f"{value.mean:{form}} ({value.low:{form}} to {value.high:{form}})"
 
 
-def _histories(records: list[dict]) -> dict[str, list[list[dict]]]:
+def histories(records: list[dict]) -> dict[str, list[list[dict]]]:
     """variant -> the gate history of each seed."""
     found = defaultdict(list)
     for record in records:
@@ -122,8 +154,15 @@ def _histories(records: list[dict]) -> dict[str, list[list[dict]]]:
     return found
 
 
-def _entropy(entry: dict) -> float:
+def entropy_of(entry: dict) -> float:
     return mean(layer["entropy"] for layer in entry["layers"].values())
+
+
+def norm_weights(found: list[list[dict]]) -> tuple[float, float]:
+    """Mean weight of the original norm in the first and in the last third of the layers, at the end of training."""
+    weights = [[layer["weights"][0] for layer in history[-1]["layers"].values()] for history in found]
+    third = max(1, len(weights[0]) // 3)
+    return mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
 
 
 def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list[str]:
@@ -136,11 +175,9 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
         "frozen",
     )
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---:|---:|---|"]
-    for variant, histories in gated.items():
-        first, last = (mean(_entropy(history[index]) for history in histories) for index in (0, -1))
-        weights = [[layer["weights"][0] for layer in history[-1]["layers"].values()] for history in histories]
-        third = max(1, len(weights[0]) // 3)
-        early, late = mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
+    for variant, found in gated.items():
+        first, last = (mean(entropy_of(history[index]) for history in found) for index in (0, -1))
+        early, late = norm_weights(found)
         decisions = [r["freeze_decision"] for r in records if r["variant"] == variant and r["freeze_decision"]]
         said = ", ".join(
             f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g} (H {d['entropy']:.3f})" for d in decisions
@@ -173,7 +210,7 @@ def entropy_picture(gated: dict[str, list[list[dict]]], path: Path) -> None:
     axes = figure.subplots()
     for variant, histories in gated.items():
         epochs = [entry["epoch"] for entry in histories[0]]
-        means = [mean(_entropy(history[i]) for history in histories) for i in range(len(epochs))]
+        means = [mean(entropy_of(history[i]) for history in histories) for i in range(len(epochs))]
         axes.plot(epochs, means, marker=".", label=variant)
     axes.set(xlabel="epoch", ylabel="gate entropy (nats)", title="Mean over layers and seeds")
     axes.legend(fontsize="small")

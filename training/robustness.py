@@ -4,7 +4,7 @@
 
 `--corrupted` is the folder of the published set: one `.npy` a corruption, 10,000 images for each severity from 1 to 5,
 and `labels.npy`. Without it the corruptions are made here, by the library `imagecorruptions` (pip install
-imagecorruptions-imaug) from the clean test images (`--dataset_name` or `--data_dir`). Those have the severities of
+"hf_autonorm[robustness]") from the clean test images (`--dataset_name` or `--data_dir`). Those have the severities of
 ImageNet-C, which are harsher than CIFAR-10-C's, so the two are never mixed: each line says what it was measured on.
 
 One line for each model, corruption and severity goes to `OUTPUT_DIR/accuracy.jsonl`; what is there is not measured
@@ -12,6 +12,7 @@ again. At the end it prints, and writes to `report.md`, the accuracy by corrupti
 """
 
 import argparse
+import inspect
 import json
 import sys
 from collections import defaultdict
@@ -95,7 +96,7 @@ def corruptions(args: argparse.Namespace) -> list[str]:
         from imagecorruptions import get_corruption_names
     except ModuleNotFoundError:
         raise ValueError(
-            "Give the folder of CIFAR-10-C by --corrupted, or: pip install imagecorruptions-imaug"
+            'Give the folder of CIFAR-10-C by --corrupted, or: pip install "hf_autonorm[robustness]"'
         ) from None
     return get_corruption_names("all")
 
@@ -129,13 +130,19 @@ def clean_images(args) -> tuple[np.ndarray, np.ndarray]:
 
 
 def corrupted(images: np.ndarray, corruption: str, severity: int) -> np.ndarray:
-    """The same images at every call: the library draws from numpy's global state."""
-    from imagecorruptions import corrupt
+    """The same images at every call: the library draws from numpy's global state, and some of it takes a seed."""
+    from imagecorruptions import corrupt, corruption_dict
 
+    seeded = "seed" in inspect.signature(corruption_dict[corruption]).parameters
     state = np.random.get_state()
     np.random.seed(severity)
     try:
-        return np.stack([corrupt(image, corruption_name=corruption, severity=severity) for image in images])
+        return np.stack(
+            [
+                corrupt(image, severity, corruption, **({"seed": index} if seeded else {}))
+                for index, image in enumerate(images)
+            ]
+        )
     finally:
         np.random.set_state(state)
 

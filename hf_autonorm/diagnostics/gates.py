@@ -61,8 +61,12 @@ def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
     Without `batches`: of the last training forward (at the start: the initial ones). With them: over those batches,
     in eval mode. Returns rows (name, weights, entropy, frozen, strength, r2).
     """
-    wrappers(model)  # refuses what is no model
+    patched = wrappers(model)
     layers = autonorms(model)
+    if patched and not layers:
+        raise NotPatchedError(
+            f"no gates: {type(model).__name__} is patched, but its norms are not (norm=None); patch(model) adds them"
+        )
     if not layers:
         raise NotPatchedError(f"{type(model).__name__} holds no AutoNorm layer; call patch(model) first")
     values = {name: layer.statistics.double() for name, layer in layers}

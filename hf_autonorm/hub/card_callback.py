@@ -32,7 +32,10 @@ class ModelCardCallback(TrainerCallback):
     What is given to `save_pretrained` itself wins over what is given here.
 
     Args:
-        base_model, dataset, baseline, license: as in `save_pretrained`.
+        base_model: as in `save_pretrained`; so are the next three.
+        dataset: where the metrics are from.
+        baseline: metrics of the model that this one is compared with.
+        license: for the card's metadata.
         command: default: `python SCRIPT …` as it was typed, where the script lies below the current folder.
 
     Attributes:

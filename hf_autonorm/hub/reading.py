@@ -146,6 +146,7 @@ def _load_into(model: nn.Module, folder: Path, config: dict[str, Any]) -> nn.Mod
     files = _weight_files(folder)
     model = rebuild(model, resolve_patches(model, record.get("patches", [])))
     state = {name: tensor for file in files for name, tensor in load_state_dict_from_file(file).items()}
+    _require_shapes(model, state, folder)
     _take_dtypes(model, state)
     left_out = model.load_state_dict(state, strict=False)
     # Of tensors that share memory the file holds one; the model's own sharing brings the others.
@@ -170,6 +171,15 @@ def _weight_files(folder: Path) -> list[Path]:
     if not (folder / "model.safetensors").exists():
         raise CheckpointError(f"{folder} holds no model.safetensors")
     return [folder / "model.safetensors"]
+
+
+def _require_shapes(model: nn.Module, state: dict[str, torch.Tensor], folder: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        if name in state and state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint in {folder} and "
+                f"{tuple(tensor.shape)} in the model: give a {type(model).__name__} made as the saved one was"
+            )
 
 
 def _take_dtypes(model: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, UnsupportedError, nearest
+from ..errors import ConfigError, nearest
 from ..patching.batches import unwrapped
-from ..patching.record import QUANT_METHOD, record_dict, update_record
+from ..patching.record import QUANT_METHOD, record_dict, require_module, update_record
 from .atomic import replacing
 from .custom_code import CODE_FILE, auto_map_of, write_custom_code
 from .reading import RECORD_FILE, from_pretrained, local_folder, read_json
@@ -64,7 +64,8 @@ def save_pretrained(
     Args:
         model: patched or not; `torch.compile`, data-parallel and weight-averaging wrappers are taken off.
         directory: made if missing.
-        metrics, baseline: `{name: value}` for the card, of this model and of the one it is compared with.
+        metrics: `{name: value}` for the card.
+        baseline: those of the model that it is compared with.
         base_model: Hub id of the model it started from; default: what the transformers config says.
         dataset: where the metrics are from: a Hub id, a name, or {"type": Hub id, "name", "config", "split"}.
         command: the command line that trained it.
@@ -138,9 +139,7 @@ def is_timm(model: nn.Module) -> bool:
 
 
 def _check_arguments(model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; make a model of it" if isinstance(model, type) else type(model).__name__
-        raise UnsupportedError(f"a model must be an nn.Module, got {kind}")
+    require_module(model)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise ConfigError(
             f"tokenizer={tokenizer!r} has no save_pretrained; give the object (AutoTokenizer.from_pretrained(…)), or "

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..config import GateConfig
 from ..errors import ConfigError, nearest
 from .branches import BRANCHES, Branch
+from .closed_form import closed_form
+from .lean import lean_forward
 from .offload import execution_device
 from .selector import NormSelector
 from .traits import NormTraits, lay_out, measure
@@ -69,7 +71,10 @@ class AutoNorm(Wrapper):
         alpha: initial slope of pointwise branches.
         traits: the measured norm, where the caller has it already.
         generator: random numbers of the start; the global state is never used.
-        device, dtype: of the added parameters; default: those of the norm's own.
+        fused: whether layers with one pointwise branch run compiled: "auto" (where it pays), "on" or "off"; the
+            environment variable HF_AUTONORM_FUSED (auto, 1, 0) comes first.
+        device: of the added parameters; default: that of the norm's own.
+        dtype: likewise.
 
     Buffers beside those of `Wrapper`: `frozen` (1,), `r2` (K,) from calibration (2.0: none yet), `statistics`
     (K+2,): the gate's mean weights and its entropy in nats in the last training forward.
@@ -85,6 +90,7 @@ class AutoNorm(Wrapper):
         alpha: float = 0.5,
         traits: NormTraits | None = None,
         generator: torch.Generator | None = None,
+        fused: str = "auto",
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,7 +103,8 @@ class AutoNorm(Wrapper):
             "dtype": dtype if dtype is not None else (None if own is None else own.dtype),
         }
         self.width, self.channel_axis, self.layout = traits.width, traits.channel_axis, traits.layout
-        self.branch_names, self.gate = tuple(branches), gate
+        self.branch_names, self.gate, self.fused = tuple(branches), gate, fused
+        self._closed_form = closed_form(original, traits)
         # Names with `bias` in them: a stock Trainer exempts them from weight decay, and no load-time renaming of
         # transformers (whose patterns look for `norm`, `gate.`, …) matches them.
         self.bias_gate = NormSelector(traits.width, len(self.branch_names), gate, **factory)
@@ -188,6 +195,8 @@ class AutoNorm(Wrapper):
         if self._is_zero:
             y = original(x)
             return with_zero_gradients(y, self.new_parameters()) if self.training else y
+        if (mixture := lean_forward(self, x, next(iter(kwargs), None))) is not None:
+            return mixture
         alone = self.replaces and self._is_one
         y = None if alone else original(x)
         dtype = self._output_dtype(x, original) if alone else y.dtype

@@ -63,7 +63,8 @@ class Branch(Fp32Buffers):
         norm: the wrapped norm; it is only read.
         traits: its measured behaviour; None measures it here.
         alpha: initial slope of pointwise branches.
-        device, dtype: of the new parameters.
+        device: of the new parameters.
+        dtype: likewise.
 
     A branch learns a scale (shift) exactly where the norm does; elsewhere the scale is a constant in a buffer.
 

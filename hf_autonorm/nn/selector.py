@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..config import GateConfig
 from .branches import masked_mean, uniform_fan_in_
+from .functional import one_hot, soft_weights
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -33,7 +34,8 @@ class NormSelector(nn.Module):
         width: channels of the norm.
         branches: K.
         gate: kind, granularity, hidden width, τ, initial weight.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: likewise.
     """
 
     def __init__(
@@ -123,13 +125,10 @@ class NormSelector(nn.Module):
             return weights, log_p
         logits = self.logits(rows, mask, frozen)
         log_p = F.log_softmax(logits, dim=-1)
-        if kind in ("gumbel", "hard") and noisy:
-            weights = F.softmax((logits + gumbel_like(logits)) / self.gate.tau, dim=-1)
-        else:
-            weights = log_p.exp()
+        noise = gumbel_like(logits) if kind in ("gumbel", "hard") and noisy else None
+        weights = soft_weights(logits, noise, self.gate.tau)
         if kind == "hard":
-            one_hot = F.one_hot(weights.argmax(-1), self.choices).to(weights.dtype)
-            weights = one_hot + (weights - weights.detach())  # straight-through: the value is exactly one-hot
+            weights = one_hot(weights) + (weights - weights.detach())  # straight-through: the value is exactly one-hot
         return weights, log_p
 
     def _noise_shape(self, rows: Tensor) -> tuple[int, ...]:

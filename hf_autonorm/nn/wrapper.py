@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .offload import execution_device
 
+_UNPATCHED = "is a weight of an unpatched model: load its weights first, then patch; or unpatch(model) before loading"
+
 
 class _ZeroGradients(torch.autograd.Function):
     """y, unchanged to the bit, with zero gradients (instead of none) for `parameters`."""
@@ -143,10 +145,14 @@ class Wrapper(Fp32Buffers):
         tensor in traced code (a number would be baked in, one compilation per value)."""
         return self.strength if torch.compiler.is_compiling() else self._values["strength"]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget(*self._scalars)
         self._sync_scalars()
+        error_msgs, own = rest[-1], prefix + "original."
+        names = [prefix + name for name in self.original._parameters if prefix + name in state_dict]
+        if names and not any(key.startswith(own) for key in state_dict) and _UNPATCHED not in str(error_msgs):
+            error_msgs.append(f"{names[0]} {_UNPATCHED}")
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)

@@ -40,9 +40,21 @@ def check_batch(batch: Any, name: str = "the batch") -> None:
     first = batch[0] if several else batch
     if isinstance(first, (str, bytes)):
         raise ConfigError(f"{name} is text, {first!r:.40}; tokenize it first: tokenizer(texts, return_tensors='pt')")
+    if isinstance(first, Mapping) and first and all(map(_is_plain, first.values())):
+        found = ", ".join(f"{key!r} is a {type(value).__name__}" for key, value in list(first.items())[:3])
+        raise ConfigError(
+            f"{name} holds no tensor ({found}); e.g. tokenizer(texts, padding=True, return_tensors='pt') makes them"
+        )
     if not isinstance(first, (Tensor, Mapping)):
         what = f"a {type(batch).__name__} of {type(first).__name__}" if several else f"a {type(first).__name__}"
         raise ConfigError(f"{name} is {what}; {_ALLOWED}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Text, a number, or lists of them: a row of a data set, or what a tokenizer gives without `return_tensors`."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bytes, bool, int, float))
 
 
 def forward(model: nn.Module, batch: Any) -> Any:

@@ -24,10 +24,22 @@ BESIDE = "autonorm_config"
 TAGS = ("autonorm", "hf_autonorm")  # of a patched model on the Hub
 
 
+def require_module(model: Any) -> None:
+    """Raises UnsupportedError, with the remedy, where `model` is none."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, (str, os.PathLike)):
+        got = f"{str(model)!r}; load it first, e.g. AutoModel.from_pretrained({str(model)!r})"
+    elif isinstance(model, type):
+        got = f"the class {model.__name__}; make a model of it"
+    else:
+        got = type(model).__name__
+    raise UnsupportedError(f"a model must be an nn.Module, got {got}")
+
+
 def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
     """All wrappers with their names, each object once, in the model's order."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"a model must be an nn.Module, got {type(model).__name__}")
+    require_module(model)
     return [(name, m) for name, m in model.named_modules() if isinstance(m, Wrapper)]
 
 

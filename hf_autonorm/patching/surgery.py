@@ -21,7 +21,7 @@ from ..nn.offload import execution_device
 from ..nn.patchnorm import PatchNorm
 from ..nn.wrapper import Wrapper, outside_inference_mode
 from ..tables import AsTable
-from .record import update_record, watch, wrappers
+from .record import require_module, update_record, watch, wrappers
 from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
@@ -134,7 +134,8 @@ def patch(
     Args:
         model: any `nn.Module`: a transformers or timm model, or one of your own.
         norm: "autonorm" (default), the name of a branch, which then replaces the norm, or None.
-        linear, conv: "affine_like", "norm_like", or None (default).
+        linear: "affine_like", "norm_like", or None (default).
+        conv: the same for convolutions (PatchNorm).
         config: a PatchConfig; the other arguments change single fields of it.
         calibrate: batches to fit the patch on, see `calibrate`.
         example_inputs: one batch, as for `calibrate`, to run through the model first: what it shows to be
@@ -153,7 +154,8 @@ def patch(
         ConfigError: a setting is unknown or out of range.
         NoMatchError: a rule matches nothing in this model.
         UnsupportedError: a setting that this model cannot take (a sequence gate on a causal decoder).
-        All before anything is changed.
+
+    All of them are raised before anything is changed.
     """
     config = resolve_config(norm, linear, conv, config, **fields)
     survey, targets = _targets(model, config, example_inputs)
@@ -237,8 +239,7 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
 
 def _targets(model: nn.Module, config: PatchConfig, example_inputs: Any = None) -> tuple[Survey, list[Target]]:
     """The survey and the targets of a model that may be patched with this config at all."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"patch takes an nn.Module, got {type(model).__name__}")
+    require_module(model)
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError("the model is compiled; patch it first, then call torch.compile")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -281,12 +282,17 @@ def _refuse_pooling_on_causal(survey: Survey, targets: list[Target], config: Pat
 
 def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
     rules = ", ".join(
-        f"{k}={getattr(config, k)!r}" for k in ("norm", "linear", "conv", "include") if getattr(config, k) is not None
+        f"{k}={getattr(config, k)!r}"
+        for k in ("norm", "linear", "conv", "include", "exclude")
+        if getattr(config, k) is not None
     )
-    reasons = sorted({t.reason for t in targets if t.reason})
-    found = (
-        f"found {len(targets)} candidates, all left alone: {'; '.join(reasons)}" if targets else "found no candidate"
-    )
+    if not targets:
+        return (
+            f"{rules}: nothing to patch, found no candidate (no LayerNorm, no RMSNorm, nothing like them); "
+            "linear='affine_like' or conv='affine_like' patch other layers"
+        )
+    reasons = "; ".join(sorted({t.reason for t in targets if t.reason}))
+    found = f"found {len(targets)} candidate{'s' * (len(targets) > 1)}, all left alone: {reasons}"
     return f"{rules}: nothing to patch, {found}. plan(model) lists them"
 
 
@@ -312,6 +318,7 @@ def _build_norm(survey: Survey, target: Target, config: PatchConfig, device: tor
         alpha=config.dyt_alpha,
         traits=target.traits,
         generator=generator,
+        fused=config.fused,
         device=device or near_device,
         dtype=near_dtype,
     )

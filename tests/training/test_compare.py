@@ -11,7 +11,8 @@ from scipy import stats
 pytest.importorskip("datasets")
 
 from training.compare import main, parse_args
-from training.comparison import rows_of, write_report
+from training.comparison import rows_of, without_folders, write_report
+from training.summary import main as summary
 
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
 
@@ -21,30 +22,58 @@ def score(record):
 
 
 def test_runs_resumes_and_reports(tmp_path, tiny_bert, tagged_words):
+    runs = tmp_path / "runs"
     arguments = [
-        "--recipe", str(RECIPES / "pos_ewt.yaml"), "--scale", "smoke", "--seeds", "2", "--variants", "autonorm_s",
-        "--output_dir", str(tmp_path), "--data_dir", str(tagged_words), "--model_name_or_path", str(tiny_bert),
+        "--recipe", str(RECIPES / "pos_ewt.yaml"), "--scale", "smoke", "--seeds", "2",
+        "--variants", "autonorm_s+calibrated",
+        "--output_dir", str(runs), "--data_dir", str(tagged_words), "--model_name_or_path", str(tiny_bert),
         "--use_cpu", "true",
     ]  # fmt: skip
     report = main(arguments)
-    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    lines = (runs / "runs.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [(r["variant"], r["seed"]) for r in records] == [(v, s) for v in ("ln", "autonorm_s") for s in (0, 1)]
+    assert [(r["variant"], r["seed"]) for r in records] == [
+        (v, s) for v in ("ln", "autonorm_s+calibrated") for s in (0, 1)
+    ]
     text = report.read_text()
     for record in records:
         assert f"`{record['variant']}`" in text
-        single = json.loads((tmp_path / f"{record['variant']}-{record['seed']}" / "results.json").read_text())
+        single = json.loads((runs / f"{record['variant']}-{record['seed']}" / "results.json").read_text())
         assert single["metrics"]["test"]["accuracy"] == record["metrics"]["test"]["accuracy"]
-    assert {"results.png", "entropy.png", "norm_weight.png"} <= {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "autonorm_s-0" / "README.md").is_file()  # the card, with ln beside it
+    assert {"results.png", "entropy.png", "norm_weight.png"} <= {path.name for path in runs.iterdir()}
+    assert (runs / "autonorm_s+calibrated-0" / "README.md").is_file()  # the card, with ln beside it
 
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])  # broken off in the last one
+    (runs / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])  # broken off in the last one
     main(arguments)
-    again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in (runs / "runs.jsonl").read_text().splitlines()]
     assert again[:-1] == records[:-1] and score(again[-1]) == score(records[-1])
-    assert main([*arguments, "--report"]).read_text() == report.read_text()
+
+    published = main([*arguments, "--report", "--cards_dir", str(tmp_path / "cards")])
+    assert published.parent == tmp_path / "cards" / "runs"
+    assert f"`{tagged_words}`" not in published.read_text() and _table(published) == _table(report)
+    card = (published.parent / "best_run.md").read_text()
+    best = max((r for r in again if r["variant"] != "ln"), key=lambda r: r["metrics"]["validation"]["accuracy"])
+    assert f"--seed {best['seed']}" in card
+    for file in published.parent.glob("*.[mj]*"):
+        assert str(tmp_path) not in file.read_text()
     with pytest.raises(ValueError, match="other settings"):
         main([*arguments, "--learning_rate", "0.5"])
+
+
+def _table(report):
+    return [line for line in report.read_text().splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize(
+    ("text", "shortened"),
+    [
+        ("--data_dir /some/where/mnist --x", "--data_dir .../mnist --x"),
+        ('"--data_dir=/some/where/mnist"', '"--data_dir=.../mnist"'),
+        ("see https://huggingface.co/a/b and owner/name, ../shared/x, 3/4/5", None),
+    ],
+)
+def test_published_text_has_no_absolute_path(text, shortened):
+    assert without_folders(text) == (shortened or text)
 
 
 def made_up(variants=("ln", "dyt", "autonorm"), seeds=5, measure="accuracy"):
@@ -101,6 +130,7 @@ def test_one_seed_has_no_interval(tmp_path):
     [
         (["--recipe", "no.yaml"], "no recipe"),
         (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", "ln,dty"], "'dty'"),
+        (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", "dyt+rmap"], "there are .calibrated, .ramp"),
         (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--seed", "3"], "--seeds"),
     ],
 )
@@ -116,3 +146,17 @@ def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():
         _, changes = parse_args(["--recipe", str(recipe), "--scale", "cpu"])
         _, variant, training = parse_training(["--config", str(recipe), *changes])
         assert 1 <= variant.freeze_epoch < training.num_train_epochs, recipe.stem
+
+
+def test_summary_marks_what_differs(tmp_path):
+    with pytest.raises(ValueError, match="no comparison"):
+        summary(str(tmp_path))
+    for name, measure in (("words", "accuracy"), ("prices", "rmse")):
+        records = made_up(measure=measure)
+        for record in records:
+            record["metrics"]["test"][measure] += {"dyt": 0.1, "autonorm": -0.1}.get(record["variant"], 0)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    prices, words = (line for line in summary(str(tmp_path)).splitlines() if "↑" in line or "↓" in line)
+    assert [cell.split()[1:] for cell in words.split("|")[3:5]] == [["better"], ["worse"]]
+    assert [cell.split()[1:] for cell in prices.split("|")[3:5]] == [["worse"], ["better"]]

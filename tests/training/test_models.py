@@ -58,6 +58,24 @@ def test_images_that_do_not_divide_into_patches_are_refused():
         vit_lite(["a", "b"], image_size=30, channels=1)
 
 
+def test_sizes_are_overridden_or_refused():
+    small = vit_lite(["a", "b"], 28, 1, "patch_size=7,embed_dim=64,init_values=null")
+    assert small.timm_model.patch_embed.proj.weight.shape == (64, 1, 7, 7)
+    assert not any("ls1" in name for name, _ in small.named_parameters())
+    encoder = text_encoder(AutoModelForTokenClassification, train_tokenizer(TEXTS), "hidden_size=64", num_labels=2)
+    assert encoder.config.hidden_size == 64 and encoder.config.intermediate_size == 512
+    for overrides, words in {
+        "dept=4": "'dept=4'.*depth",
+        "depth": "KEY=VALUE",
+        "depth=four": "no number",
+        "depth=4 embed_dim=3": "no number",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            vit_lite(["a", "b"], 28, 1, overrides)
+    with pytest.raises(ValueError, match="models from scratch"):
+        resolve_model("minilm", "depth=4")
+
+
 # --- Text -----------------------------------------------------------------------------------------------------------
 
 TEXTS = ["The same texts give the same tokens .", "So they do , in Every process !", "antidisestablishmentarianism"]

@@ -1,6 +1,7 @@
 """Accuracy on a folder in CIFAR-10-C's format: the right images to the right severity, resumed, reported."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image as Picture
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from training.models.vit_lite import vit_lite
-from training.robustness import accuracy, load, main
+from training.robustness import accuracy, corrupted, load, main
 
 SIZE, EACH = 16, 6
 
@@ -66,6 +67,25 @@ def test_each_severity_by_itself_and_no_line_twice(folders, tmp_path):
     main(arguments)
     again = [json.loads(line) for line in (tmp_path / "accuracy.jsonl").read_text().splitlines()]
     assert sorted(map(str, again)) == sorted(map(str, records))
+
+
+def test_corruptions_made_here(folders, tmp_path):
+    pytest.importorskip("imagecorruptions", reason="pip install hf_autonorm[robustness]", exc_type=ImportError)
+    from imagecorruptions import get_corruption_names
+
+    images = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    for name in get_corruption_names("all"):
+        for severity in (1, 5):
+            once, again = (corrupted(images, name, severity) for _ in range(2))
+            assert once.shape == images.shape and once.dtype == np.uint8
+            assert np.array_equal(once, again), name
+            assert not np.array_equal(once, images), name
+
+
+def test_without_the_library_the_way_to_it_is_named(folders, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    with pytest.raises(ValueError, match="pip install"):
+        main(["--models", str(folders / "one"), "--data_dir", str(folders / "clean"), "--output_dir", str(tmp_path)])
 
 
 def test_accuracy_of_known_predictions():

@@ -1,5 +1,7 @@
 """Where the models of the recipes come from: built from scratch by name, or pretrained by Hub id or folder."""
 
+import json
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,8 +20,13 @@ def package_folder(module: str, package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def resolve_model(name: str) -> str:
-    """A Hub id or a folder as it is; a name in `PACKAGED` becomes the folder inside its package."""
+def resolve_model(name: str, overrides: str | None = None) -> str:
+    """A Hub id or a folder as it is; a name in `PACKAGED` becomes the folder inside its package.
+
+    overrides: `--config_overrides`, of which a pretrained model takes none.
+    """
+    if overrides:
+        raise ValueError(f"config_overrides={overrides!r} are for models from scratch; {name} is pretrained.")
     if name in FROM_SCRATCH:
         raise ValueError(f"model_name_or_path={name!r} is not a model of this task; see its recipes.")
     if name not in PACKAGED:
@@ -33,6 +40,23 @@ def hub_id(name: str) -> str | None:
     if name in PACKAGED:
         return PACKAGED[name][-1]
     return None if name in FROM_SCRATCH or Path(name).exists() else name
+
+
+def parse_overrides(text: str | None, known: Iterable[str], name: str) -> dict:
+    """`--config_overrides` of the model from scratch `name`: "depth=4,embed_dim=64" -> {"depth": 4, "embed_dim": 64}.
+
+    Values are JSON; ValueError for a key that is not in `known`, and for one without a value.
+    """
+    known, overrides = list(known), {}
+    for part in filter(None, (text or "").split(",")):
+        key, separator, value = part.partition("=")
+        if key not in known or not separator:
+            raise ValueError(f"config_overrides: {part!r} is not KEY=VALUE with a KEY of {name}: {', '.join(known)}.")
+        try:
+            overrides[key] = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"config_overrides: the value of {part!r} is no number.") from None
+    return overrides
 
 
 def class_names(names: list[str]) -> dict:

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, RobertaConfig, RobertaTokenizer
 
-from training.models import class_names, resolve_model
+from training.models import class_names, parse_overrides, resolve_model
 
 MAX_LENGTH = 512
 VOCABULARY = 10_000
+SIZES = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 512}
 
 
 def train_tokenizer(texts: Iterable[str | list[str]]) -> RobertaTokenizer:
@@ -22,34 +23,34 @@ def train_tokenizer(texts: Iterable[str | list[str]]) -> RobertaTokenizer:
     return empty.train_new_from_iterator(lines, VOCABULARY, show_progress=False)
 
 
-def text_encoder(auto_class, tokenizer: RobertaTokenizer, **labels) -> PreTrainedModel:
-    """With fresh weights and the head of `auto_class`; `labels` name the classes."""
+def text_encoder(auto_class, tokenizer: RobertaTokenizer, overrides: str | None = None, **labels) -> PreTrainedModel:
+    """With fresh weights and the head of `auto_class`; `labels` name the classes.
+
+    overrides: of `SIZES`, as `--config_overrides` takes them.
+    """
     config = RobertaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        intermediate_size=512,
         max_position_embeddings=MAX_LENGTH + tokenizer.pad_token_id + 1,  # positions go on after the padding's
         type_vocab_size=1,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **SIZES | parse_overrides(overrides, SIZES, "text_encoder"),
         **labels,
     )
     return auto_class.from_config(config)
 
 
 def load_text_model(
-    name: str, auto_class, texts: Iterable[str | list[str]], names: list[str], **options
+    args, auto_class, texts: Iterable[str | list[str]], names: list[str], **options
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """(tokenizer, model) of `--model_name_or_path`: from scratch, the tokenizer trained on `texts`, or pretrained.
+    """(tokenizer, model) that `args` name: from scratch, the tokenizer trained on `texts`, or pretrained.
 
     names: of the classes. options: for the tokenizer of a pretrained model.
     """
-    if name == "text_encoder":
+    if args.model_name_or_path == "text_encoder":
         tokenizer = train_tokenizer(texts)
-        return tokenizer, text_encoder(auto_class, tokenizer, **class_names(names))
-    path = resolve_model(name)
+        return tokenizer, text_encoder(auto_class, tokenizer, args.config_overrides, **class_names(names))
+    path = resolve_model(args.model_name_or_path, args.config_overrides)
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     return tokenizer, auto_class.from_pretrained(path, dtype=torch.float32, **class_names(names))

@@ -76,10 +76,10 @@ def load_model(args, names: list[str], example) -> tuple:
         from training.models.vit_lite import vit_lite
 
         channels = 1 if example.mode in ("1", "L") else 3
-        model = vit_lite(names, image_size=min(example.size), channels=channels)
+        model = vit_lite(names, min(example.size), channels, args.config_overrides)
         half = [0.5] * channels
         return model, None, {"size": min(example.size), "channels": channels, "mean": half, "std": half}
-    path = resolve_model(args.model_name_or_path)
+    path = resolve_model(args.model_name_or_path, args.config_overrides)
     model = AutoModelForImageClassification.from_pretrained(
         path, dtype=torch.float32, ignore_mismatched_sizes=True, **class_names(names)
     )

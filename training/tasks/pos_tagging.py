@@ -31,7 +31,7 @@ def load(args, training_args) -> Task:
 
     # A prefix space: words come apart already.
     tokenizer, model = load_text_model(
-        args.model_name_or_path, AutoModelForTokenClassification, splits["train"][text], tags, add_prefix_space=True
+        args, AutoModelForTokenClassification, splits["train"][text], tags, add_prefix_space=True
     )
     splits = splits.map(
         encoder(tokenizer, text, label, {tag: index for index, tag in enumerate(tags)}, args.max_length),

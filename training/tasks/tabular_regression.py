@@ -12,10 +12,11 @@ from transformers import AutoModel, default_data_collator
 
 from training.data import dataset_card, load_splits, three_splits
 from training.metrics import load_metric
-from training.models import resolve_model
+from training.models import parse_overrides, resolve_model
 from training.models.feature_transformer import FeatureTransformer, FeatureTransformerConfig
 from training.tasks import Task, take
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "dropout")  # to override
 UCI = "Energy Efficiency is at https://archive.ics.uci.edu/dataset/242: ENB2012_data.xlsx."
 
 
@@ -32,11 +33,13 @@ def load(args, training_args) -> Task:
     ).with_format("torch")
     train = splits["train"][:]
     if args.model_name_or_path == "feature_transformer":
-        model = FeatureTransformer(FeatureTransformerConfig(features=features, targets=targets))
+        sizes = parse_overrides(args.config_overrides, SIZES, "feature_transformer")
+        model = FeatureTransformer(FeatureTransformerConfig(features=features, targets=targets, **sizes))
         model.feature_scale.fit(train["features"])
         model.target_scale.fit(train["labels"])
     else:
-        model = AutoModel.from_pretrained(resolve_model(args.model_name_or_path), dtype=torch.float32)
+        path = resolve_model(args.model_name_or_path, args.config_overrides)
+        model = AutoModel.from_pretrained(path, dtype=torch.float32)
         if (model.config.features, model.config.targets) != (features, targets):
             raise ValueError(
                 f"{args.model_name_or_path} goes from {model.config.features} to {model.config.targets}, "

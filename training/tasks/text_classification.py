@@ -24,9 +24,7 @@ def load(args, training_args) -> Task:
     names = splits["train"].features[label].names
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
-    tokenizer, model = load_text_model(
-        args.model_name_or_path, AutoModelForSequenceClassification, splits["train"][text], names
-    )
+    tokenizer, model = load_text_model(args, AutoModelForSequenceClassification, splits["train"][text], names)
     splits = splits.map(
         encoder(tokenizer, text, label, args.max_length),
         batched=True,

@@ -27,7 +27,7 @@ COLUMNS = ("word", "rating", "spread", "ratings")
 
 def load(args, training_args) -> Task:
     splits = take(split_by_family(load_lexicon(args.data_dir)), args.max_train_samples, args.max_eval_samples)
-    path = resolve_model(args.model_name_or_path)
+    path = resolve_model(args.model_name_or_path, args.config_overrides)
     tokenizer = AutoTokenizer.from_pretrained(path)
     encode = encoder(tokenizer, args.max_length)
     splits = splits.map(encode, batched=True, remove_columns=list(COLUMNS), desc="Tokenizing")
