@@ -173,7 +173,7 @@ def divide(y: Tensor, d: Tensor, *, in_place: bool = False) -> Tensor:
     return quotient if quotient.stride() == y.stride() else torch.empty_like(y).copy_(quotient)
 
 
-def is_plain(module: nn.Module, classes: tuple[type, ...]) -> bool:
+def is_plain(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether calling `module` runs the forward of one of `classes`, and no hook sees what it computes."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module).forward in [c.forward for c in classes] and not any(hooks) and "forward" not in module.__dict__

@@ -308,11 +308,11 @@ def _differentiable(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     mix, selector, noise, draw = rest[:6], rest[6:], ctx.saved_tensors[11], ctx.draw
     rows = x.reshape(-1, x.shape[-1])
     if selector[0] is not None:
-        own = [p.detach() for p in selector] if draw.frozen else selector
+        own = tuple(p.detach() if draw.frozen else p for p in selector)
         soft = soft_weights(_logits(rows, own, mix[4].dtype)[1], noise, draw.tau)
         weights = one_hot(soft) + (soft - soft.detach()) if draw.hard else soft
     keep, move = (None, None) if weights is None else _portions(weights, ctx.strength)
-    y = mix_forward(rows, keep, move, *mix, ctx.form)[0]
+    y = mix_forward(*[rows, keep, move, *mix, ctx.form])[0]
     found = iter(torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True))
     found = [next(found) if t is not None and t.requires_grad else None for t in inputs]
     zero = draw.frozen and selector[0] is not None

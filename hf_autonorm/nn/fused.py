@@ -59,14 +59,14 @@ def choose_engine(setting: str, form: Form, x: Tensor, mix: tuple[Tensor | None,
     if not pays or rows < 2 or torch._C._len_torch_dispatch_stack() or not _compiler(kind):
         return EAGER
     wanted = torch.is_grad_enabled()
-    key = (form, x.shape[-1], x.dtype, x.device, *(None if p is None else p.dtype for p in mix))
-    engine = _engines.get((*key, wanted))
+    key = (wanted, form, x.shape[-1], x.dtype, x.device, *(None if p is None else p.dtype for p in mix))
+    engine = _engines.get(key)
     if engine is None:
         with _lock:
-            if (*key, wanted) not in _engines:
-                known = _engines.get((*key, not wanted))
-                _engines[(*key, wanted)] = _compile(form, x, mix, known, wanted)
-            engine = _engines[(*key, wanted)]
+            if key not in _engines:
+                known = _engines.get((not wanted, *key[1:]))
+                _engines[key] = _compile(form, x, mix, known, wanted)
+            engine = _engines[key]
     return engine
 
 
@@ -120,9 +120,10 @@ def _first_run(engine: Engine, form: Form, x: Tensor, mix: list[Tensor | None], 
     columns = [None if form.centered is None else rows(1, wide) for _ in range(4)]
     columns[2] = columns[2] if form.centered else None
     out, inputs = rows(x.shape[-1], x.dtype), rows(x.shape[-1], x.dtype)
-    engine.forward.__self__.compiled(out, inputs, *columns[:2], *mix)
+    run: Any = engine
+    run.forward.__self__.compiled(out, inputs, *columns[:2], *mix)
     if backward:
-        engine.backward.__self__.compiled(out, rows(x.shape[-1], x.dtype), inputs, *columns, *mix)
+        run.backward.__self__.compiled(out, rows(x.shape[-1], x.dtype), inputs, *columns, *mix)
 
 
 def _forward_into(out: Tensor, *args: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -164,7 +165,7 @@ class _Compiled:
         each = [_rows(t, x) for t in (grad, x, keep, move, mean, rstd)]
         parts = list(zip(*(self.compiled(*part, *mix) for part in _blocks(out, *each))))
         keep, move, *vectors, slope, shift = parts
-        return Gradients(out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift))
+        return Gradients._make([out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift)])
 
 
 def _bare(t: Tensor | None) -> Tensor | None:
