@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 
 class AsTable:
     """Gives `str()` and `print` from `table()`, a `rich.table.Table`."""
@@ -13,7 +15,7 @@ class AsTable:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        # Plain text wherever it is asked for: in a notebook a console would also show the table by itself.
+        console = Console(width=120, file=io.StringIO(), force_jupyter=False, force_terminal=False)
+        console.print(self.table())
+        return console.file.getvalue()
