@@ -252,24 +252,29 @@ class MixFunction(torch.autograd.Function):
         idle = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.idle]
         if grad is None:
             return (None,) * 17 + tuple(idle)
-        if torch.is_grad_enabled():
-            return (None,) * 5 + _differentiable(ctx, grad) + tuple(idle)
-        x, *rest = ctx.saved_tensors
-        mix, selector, (noise, weights, mean, rstd, hidden, soft) = rest[:6], rest[6:10], rest[10:]
-        rows = x.reshape(-1, x.shape[-1])
-        used = weights if soft is None else (one_hot(soft) if ctx.draw.hard else soft)
-        keep, move = (None, None) if used is None else _portions(used, ctx.strength)
-        found = ctx.engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
-        d_weights, d_selector = None, (None,) * 4
-        if soft is not None:
-            d_used = ctx.strength * torch.cat([found.keep, found.move], 1)
-            d_selector = _selector_backward(d_used, found.x, rows, selector, hidden, soft, noise is not None, ctx.draw)
-        elif weights is not None and ctx.needs_input_grad[5]:
-            d_weights = ctx.strength * torch.cat([found.keep, found.move], 1)
-            d_weights = d_weights if len(weights) == len(rows) else d_weights.sum(0, keepdim=True)
-        d_mix = found[3:7] + tuple(None if d is None else d.sum(0) for d in found[7:])
-        d_mix = tuple(None if d is None else d.to(p.dtype) for d, p in zip(d_mix, mix))
-        return (None,) * 5 + (d_weights, found.x.view(x.shape), *d_mix, *d_selector, *idle)
+        with torch.autocast(grad.device.type, enabled=False):
+            found = _differentiable(ctx, grad) if torch.is_grad_enabled() else _first_order(ctx, grad)
+        return (None,) * 5 + found + tuple(idle)
+
+
+def _first_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients for weights, x, mix and selector."""
+    x, *rest = ctx.saved_tensors
+    mix, selector, (noise, weights, mean, rstd, hidden, soft) = rest[:6], rest[6:10], rest[10:]
+    rows = x.reshape(-1, x.shape[-1])
+    used = weights if soft is None else (one_hot(soft) if ctx.draw.hard else soft)
+    keep, move = (None, None) if used is None else _portions(used, ctx.strength)
+    found = ctx.engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
+    d_weights, d_selector = None, (None,) * 4
+    if soft is not None:
+        d_used = ctx.strength * torch.cat([found.keep, found.move], 1)
+        d_selector = _selector_backward(d_used, found.x, rows, selector, hidden, soft, noise is not None, ctx.draw)
+    elif weights is not None and ctx.needs_input_grad[5]:
+        d_weights = ctx.strength * torch.cat([found.keep, found.move], 1)
+        d_weights = d_weights if len(weights) == len(rows) else d_weights.sum(0, keepdim=True)
+    d_mix = found[3:7] + tuple(None if d is None else d.sum(0) for d in found[7:])
+    d_mix = tuple(None if d is None else d.to(p.dtype) for d, p in zip(d_mix, mix))
+    return d_weights, found.x.view(x.shape), *d_mix, *d_selector
 
 
 def _selector_backward(

@@ -59,7 +59,9 @@ def choose_engine(setting: str, form: Form, x: Tensor, mix: tuple[Tensor | None,
     if not pays or rows < 2 or torch._C._len_torch_dispatch_stack() or not _compiler(kind):
         return EAGER
     wanted = torch.is_grad_enabled()
-    key = (wanted, form, x.shape[-1], x.dtype, x.device, *(None if p is None else p.dtype for p in mix))
+    # What is made in inference mode is another kind of tensor to Dynamo.
+    kinds = (x.dtype, x.device, torch.is_inference_mode_enabled(), *(None if p is None else p.dtype for p in mix))
+    key = (wanted, form, x.shape[-1], *kinds)
     engine = _engines.get(key)
     if engine is None:
         with _lock:

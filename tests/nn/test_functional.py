@@ -221,6 +221,10 @@ def test_one_compilation_for_all_sizes_strengths_gates_and_phases(setting):
     with torch.no_grad():
         layer(sample(shape=(6, 5)))
     assert count() == before
+    with torch.inference_mode():
+        for tokens in (3, 9, 30):
+            layer(sample(shape=(tokens, 3)))
+    assert count() <= before + 1
 
 
 @pytest.mark.parametrize("kind", ["softmax", "gumbel", "random", "fixed"])
