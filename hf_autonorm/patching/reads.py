@@ -70,7 +70,7 @@ def _source_tree(cls: type, name: str) -> ast.AST | None:
     if isinstance(method, (staticmethod, classmethod)):
         method = method.__func__
     method = inspect.unwrap(method) if callable(method) else None
-    if method is None or getattr(method, "__module__", "").startswith("torch.nn.modules.module"):
+    if method is None or (getattr(method, "__module__", None) or "").startswith("torch.nn.modules.module"):
         return None
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(method)))
