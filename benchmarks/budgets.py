@@ -71,7 +71,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
             1.10,
             "×",
             memory and memory.ratio("AutoNorm"),
-            "" if memory else "not in this run",
+            f"as the formula reads {memory.ratio('naive AutoNorm'):.2f}" if memory else "not in this run",
         ),
         Verdict(
             "after fold to the original, training step, of unpatched",

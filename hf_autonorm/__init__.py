@@ -1,7 +1,24 @@
 """Patch pretrained `transformers` and `timm` models with AutoNorm, Dynamic Tanh and affine-like layers, in one line.
 
-from hf_autonorm import patch
-model = patch(AutoModel.from_pretrained(name))
+    from hf_autonorm import patch
+
+    model = patch(AutoModel.from_pretrained(name))
+
+A map, from the ground up; each line may import those above it (tests/test_imports.py):
+
+    errors, config   what can go wrong; the settings
+    nn               the layers. wrapper.py first: a patch wraps the original module, which stays inside, untouched; at
+                     strength 0 it computes what that computed, bit for bit. Then autonorm.py, affine.py, patchnorm.py
+    patching         survey.py and targets.py: what can be wrapped, and why not; surgery.py: plan, patch, unpatch;
+                     calibrate.py, fold.py; record.py: what was patched, noted in the model's config
+    callbacks        freezing and ramps, for any transformers.Trainer
+    diagnostics      gates, divergence, dytness, stationarity, and their pictures
+    hub              loading.py: the door through which stock `from_pretrained` rebuilds a patched model; saving, model
+                     cards, pushing, and the code that travels with a model
+    report, demo     a run as one HTML page; the whole way on a real model
+
+To keep in mind before changing anything: no class and no global of torch or transformers is touched, no random number
+is drawn outside a training forward, and every tensor that forward needs is in the state dict.
 """
 
 from typing import TYPE_CHECKING, Any

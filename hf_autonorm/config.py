@@ -37,6 +37,7 @@ def _known_branches(name: Any, known: Iterable[str]) -> str:
     )
 
 
+@dataclass(frozen=True)
 class _Strict:
     """JSON both ways; a key that is no field is an error, never ignored."""
 

@@ -112,7 +112,7 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     correct = {name: predict(candidate, tokenizer, splits["test"]) for name, candidate in models.items()}
     accuracies = {name: sum(right) / len(right) for name, right in correct.items()}
     console.print(_results_table(accuracies, seconds, models))
-    console.print(_verdict(*correct.values(), scale))
+    console.print(_verdict(correct["LayerNorm"], correct["AutoNorm-S"], scale))
 
     _say(console, "6. What the gates did", "gates(model): mean weights and entropy, and whether they were frozen.")
     table = gates(model)
@@ -146,10 +146,10 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     reloaded = reload_elsewhere(folder)
     difference = (reloaded - expected).abs().max().item()
     equal = torch.equal(reloaded, expected)
-    words = "equal, bit for bit" if equal else f"equal up to {difference:.1g}"
+    same = "equal, bit for bit" if equal else f"equal up to {difference:.1g}"
     for word, row in zip(EXAMPLES, expected.softmax(-1).tolist()):
         console.print(f"  {word:12s} {LABELS[row[1] > row[0]]} ({max(row):.2f})")
-    console.print(f"Logits before saving and in the new process: {words}.")
+    console.print(f"Logits before saving and in the new process: {same}.")
 
     results = {
         "accuracy": accuracies,

@@ -61,7 +61,9 @@ def require_packages() -> None:
 
 
 def _package_folder(module: str) -> Path:
-    return Path(find_spec(module).submodule_search_locations[0])  # found without importing it
+    spec = find_spec(module)  # without importing it
+    assert spec is not None and spec.submodule_search_locations, module
+    return Path(spec.submodule_search_locations[0])
 
 
 def load_model() -> tuple[Any, nn.Module]:

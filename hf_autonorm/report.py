@@ -58,6 +58,8 @@ def collect(folder: Path) -> dict[str, Any]:
             f"{folder} holds neither results.json nor a trainer_state.json (its own or a checkpoint's): give the "
             "output_dir of a run of training/train.py or of any Trainer"
         )
+    if results is not None and "metrics" not in results:
+        raise ConfigError(f"{folder / 'results.json'} has no metrics: it was not written by training/train.py")
     results, state = results or {}, state or {}
     watcher = _watcher(state)
     decision = results.get("freeze_decision") or watcher.get("decision")

@@ -16,6 +16,6 @@ class AsTable:
         from rich.console import Console
 
         # Plain text wherever it is asked for: in a notebook a console would also show the table by itself.
-        console = Console(width=120, file=io.StringIO(), force_jupyter=False, force_terminal=False)
-        console.print(self.table())
-        return console.file.getvalue()
+        text = io.StringIO()
+        Console(width=120, file=text, force_jupyter=False, force_terminal=False).print(self.table())
+        return text.getvalue()

@@ -182,6 +182,9 @@ def test_what_is_missing_or_broken_is_named_and_nothing_is_written(tmp_path):
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ConfigError, match="results.json is no JSON"):
         write_report(tmp_path, tmp_path / "page.html")
+    (tmp_path / "results.json").write_text('{"accuracy": {"AutoNorm-S": 0.9}, "seconds": {"AutoNorm-S": 3}}')
+    with pytest.raises(ConfigError, match="has no metrics"):
+        write_report(tmp_path)
     assert not list(tmp_path.glob("*.html*"))
 
 

@@ -103,14 +103,14 @@ def diagnose(model: nn.Module, batches: Iterable[Any], loss: Callable[[Any, Any]
     watches = [LayerWatch(name, module) for name, module in _affine_layers(model)]
     if not watches:
         raise UnsupportedError(f"{type(model).__name__} holds no Linear, Conv1D or Conv1d/2d/3d layer to diagnose")
-    norms = [NormWatch(*found, quota=-(-_NORM_TOKENS // len(batches))) for found in norms_of(model)]
-    said = ""
+    norms: list[Any] = [NormWatch(*found, quota=-(-_NORM_TOKENS // len(batches))) for found in norms_of(model)]
+    said, both = "", [*watches, *norms]
     with undisturbed(model), _without_parameter_gradients(model), contextlib.ExitStack() as stack:
-        for watch in (*watches, *norms):
+        for watch in both:
             stack.callback(watch.module.register_forward_hook(watch.called, with_kwargs=True).remove)
         for batch in batches:
             mask = valid_tokens(attention_mask(model, batch))
-            for watch in (*watches, *norms):
+            for watch in both:
                 watch.mask = mask
             with torch.enable_grad():
                 value, said = _loss(model, batch, loss)

@@ -105,7 +105,7 @@ def _note_import(module: _Module, node: ast.Import | ast.ImportFrom, loaded: Mod
 
 
 def _absolute(node: ast.ImportFrom, loaded: ModuleType) -> str:
-    return importlib.util.resolve_name("." * node.level + (node.module or ""), loaded.__spec__.parent)
+    return importlib.util.resolve_name("." * node.level + (node.module or ""), loaded.__package__)
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -134,8 +134,8 @@ def _cut(module: _Module, names: set[str]) -> list[str]:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         while first > 1 and module.lines[first - 2].startswith("#"):
             first -= 1
-        gone = {line for n in _late(node) for line in range(n.lineno, n.end_lineno + 1)}
-        kept = [module.lines[i - 1] for i in range(first, node.end_lineno + 1) if i not in gone]
+        gone = {line for n in _late(node) for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+        kept = [module.lines[i - 1] for i in range(first, (node.end_lineno or first) + 1) if i not in gone]
         texts.append("\n".join(kept) + "\n")
     return texts
 

@@ -105,7 +105,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _transformers_class(config: dict[str, Any]) -> type:
+def _transformers_class(config: dict[str, Any]) -> Any:
     import transformers
 
     name = (config.get("architectures") or ["AutoModel"])[0]

@@ -48,7 +48,7 @@ def stock_class(name: str) -> type | None:
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
-def subclass(stock: type, module: str) -> type:
+def subclass(stock: Any, module: str) -> type:
     """`stock` under its own name, with a `from_pretrained` that goes through the door."""
 
     def from_pretrained(cls, *args: Any, **kwargs: Any):
@@ -62,7 +62,7 @@ def subclass(stock: type, module: str) -> type:
         return loaded
 
     body = {"__module__": module, "__doc__": stock.__doc__, "from_pretrained": classmethod(from_pretrained)}
-    own = type(stock.__name__, (stock,), body)
+    own: Any = type(stock.__name__, (stock,), body)
     return own
 
 

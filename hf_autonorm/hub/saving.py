@@ -104,7 +104,8 @@ def save_pretrained(
         if files_from is not None:
             _copy_companions(files_from, new)
         if card:
-            from .cards import CardError, write_card
+            from .cards import write_card
+            from .metadata import CardError
 
             try:
                 write_card(

@@ -54,7 +54,7 @@ def stacked_quantizer(patches: list[dict[str, Any]], config: Any, pre_quantized:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=pre_quantized)
-    stacked = object.__new__(type(f"AutoNorm{type(quantizer).__name__}", (Stacked, type(quantizer)), {}))
+    stacked: Any = object.__new__(type(f"AutoNorm{type(quantizer).__name__}", (Stacked, type(quantizer)), {}))
     stacked.__dict__.update(quantizer.__dict__, patches=patches)
     return stacked
 
@@ -68,11 +68,11 @@ class Stacked:
         from .loading import rebuild_recorded
 
         rebuild_recorded(model, self.patches)
-        super().preprocess_model(model, *args, **kwargs)
+        super().preprocess_model(model, *args, **kwargs)  # type: ignore[misc]  # that of the quantizer beside it
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> Any:
         from .loading import finish
 
-        result = super().postprocess_model(model, **kwargs)
+        result = super().postprocess_model(model, **kwargs)  # type: ignore[misc]
         finish(model)
         return result

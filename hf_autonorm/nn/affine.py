@@ -11,71 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .wrapper import Wrapper
-
-# Below this the divisor counts as zero: its reciprocal, times a gradient, must stay a finite fp32 number.
-_SMALLEST = 2.0**-106
-
-
-# Between these a sum of squares in fp32 has neither overflown nor lost what matters.
-_SAFE = (1e-30, 1e30)
-
-
-class _SquaredNorm(torch.autograd.Function):
-    """Σx² along an axis counted from the end; keeps only x for the backward pass, as the wrapped layer does."""
-
-    @staticmethod
-    def forward(x: Tensor, axis: int) -> Tensor:
-        on_cpu = x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
-        return _fast_squared_norm(x, axis) if on_cpu and x.dtype != torch.float64 else _plain_squared_norm(x, axis)
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # 2·grad·x, in fp32: a length taken out of one factor and put into the other keeps both in range.
-        x, squares = ctx.saved_tensors
-        squares = squares.detach()
-        length = torch.where(squares == 0, 1.0, squares).sqrt()
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return ((2 * grad * length).to(wide) * (x / length.to(wide))).to(x.dtype), None
-
-    @staticmethod
-    def vmap(info, in_dims: tuple, x: Tensor, axis: int):
-        return _SquaredNorm.apply(x.movedim(in_dims[0], 0), axis), 0  # `axis` is counted from the end
-
-
-def _plain_squared_norm(x: Tensor, axis: int) -> Tensor:
-    # Squares of half, bfloat16 and single precision numbers neither overflow nor vanish in float64, so no scaling by
-    # max|x| is needed, which would also carry a NaN or inf of one patch to others.
-    return x.to(_widest(x)).square().sum(axis, keepdim=True)
-
-
-def _fast_squared_norm(x: Tensor, axis: int) -> Tensor:
-    """The same on a CPU, where reading a value waits for nothing: fp32, and float64 for the rows that need it."""
-    single = x.float()
-    if single.stride(axis) == 1:
-        squares = torch.linalg.vector_norm(single, dim=axis, keepdim=True).double().square()
-    else:
-        squares = single.square().sum(axis, keepdim=True).double()
-    wrong = ~((squares > _SAFE[0]) & (squares < _SAFE[1]))
-    if wrong.any():
-        squares = squares.movedim(axis, -1).squeeze(-1)
-        wrong = wrong.movedim(axis, -1).squeeze(-1)
-        squares[wrong] = x.movedim(axis, -1)[wrong].double().square().sum(-1)
-        squares = squares.unsqueeze(-1).movedim(-1, axis)
-    return squares
-
-
-def _widest(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def squared_norm(x: Tensor, axis: int = -1) -> Tensor:
-    """Σx² along `axis` < 0 (kept, of size 1), in float64; twice differentiable everywhere."""
-    return _plain_squared_norm(x, axis) if torch.compiler.is_compiling() else _SquaredNorm.apply(x, axis)
+from .affine_function import CorrectedLinear
+from .lengths import divide, divisor, squared_norm
+from .wrapper import Wrapper, ordinary
 
 
 def has_bias(module: nn.Module) -> bool:
@@ -153,27 +91,7 @@ class Correction(Wrapper):
         return ", ".join(f"{name}={value}" for name, value in zip(self._scalars, values))
 
 
-def divisor(squares: Tensor, constant: bool, strength: float | Tensor, gain: float | Tensor) -> Tensor:
-    """(1 − λ) + λ·sqrt(squares + 1 or 0)/g, and 1 where that is zero."""
-    if constant:
-        length = torch.sqrt(squares + 1)
-    else:
-        zero = squares == 0  # the root has no derivative there; it counts as 0
-        length = torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, squares)))
-    d = (1 - strength) + strength * (length / gain)
-    return torch.where(d < _SMALLEST, 1.0, d)
-
-
-def divide(y: Tensor, d: Tensor, *, in_place: bool = False) -> Tensor:
-    """y/d in fp32 or y's wider type, rounded to y's dtype, laid out as y. `in_place`: y may be overwritten."""
-    wide = torch.promote_types(y.dtype, torch.float32)
-    if in_place and y.dtype == wide and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-        return y.div_(d.to(wide))
-    quotient = (y / d.to(wide)).to(y.dtype)
-    return quotient if quotient.stride() == y.stride() else torch.empty_like(y).copy_(quotient)
-
-
-def is_plain(module: nn.Module, classes: tuple[type, ...]) -> bool:
+def is_plain(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether calling `module` runs the forward of one of `classes`, and no hook sees what it computes."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module).forward in [c.forward for c in classes] and not any(hooks) and "forward" not in module.__dict__
@@ -195,11 +113,26 @@ class AffineLike(Correction):
 
     def _correct(self, x: Tensor, original, strength: float | Tensor, gain: float | Tensor) -> Tensor:
         constant = self.form == "affine_like" and has_bias(self.original)
+        if isinstance(strength, float) and isinstance(gain, float) and self._is_one_function(x, constant):
+            weight, bias = self.original.weight, self.original.bias
+            return CorrectedLinear.apply(x, weight, bias, constant, strength, gain)
         d = divisor(self._squares(x), constant, strength, gain)
         # W(x/d) + b = f(x/d): the bias stays outside without being known, and nothing cancels at small ‖x‖.
         if not constant:
             return original(divide(x, d))
         return divide(original(x), d, in_place=is_plain(self.original, (nn.Linear,)))
+
+    def _is_one_function(self, x: Tensor, constant: bool) -> bool:
+        """Whether x goes through a plain nn.Linear in its own dtype, and nobody looks inside."""
+        linear = self.original
+        if not is_plain(linear, (nn.Linear,)) or not ordinary(x) or torch.is_autocast_enabled(x.device.type):
+            return False
+        # W x overflows in half precision where W (x/d) does not.
+        if x.device.type == "mps" or (x.dtype == torch.float16 and not constant):
+            return False
+        own = [p for p in (linear.weight, linear.bias) if p is not None]
+        same = all(type(p) in (Tensor, nn.Parameter) and p.dtype == x.dtype and p.device == x.device for p in own)
+        return same and x.dim() > 0 and x.shape[-1] == linear.weight.shape[-1]
 
 
 class NormLike(AffineLike):

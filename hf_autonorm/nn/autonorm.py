@@ -80,6 +80,8 @@ class AutoNorm(Wrapper):
     (K+2,): the gate's mean weights and its entropy in nats in the last training forward.
     """
 
+    r2: Tensor
+
     def __init__(
         self,
         original: nn.Module,

@@ -252,24 +252,29 @@ class MixFunction(torch.autograd.Function):
         idle = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.idle]
         if grad is None:
             return (None,) * 17 + tuple(idle)
-        if torch.is_grad_enabled():
-            return (None,) * 5 + _differentiable(ctx, grad) + tuple(idle)
-        x, *rest = ctx.saved_tensors
-        mix, selector, (noise, weights, mean, rstd, hidden, soft) = rest[:6], rest[6:10], rest[10:]
-        rows = x.reshape(-1, x.shape[-1])
-        used = weights if soft is None else (one_hot(soft) if ctx.draw.hard else soft)
-        keep, move = (None, None) if used is None else _portions(used, ctx.strength)
-        found = ctx.engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
-        d_weights, d_selector = None, (None,) * 4
-        if soft is not None:
-            d_used = ctx.strength * torch.cat([found.keep, found.move], 1)
-            d_selector = _selector_backward(d_used, found.x, rows, selector, hidden, soft, noise is not None, ctx.draw)
-        elif weights is not None and ctx.needs_input_grad[5]:
-            d_weights = ctx.strength * torch.cat([found.keep, found.move], 1)
-            d_weights = d_weights if len(weights) == len(rows) else d_weights.sum(0, keepdim=True)
-        d_mix = found[3:7] + tuple(None if d is None else d.sum(0) for d in found[7:])
-        d_mix = tuple(None if d is None else d.to(p.dtype) for d, p in zip(d_mix, mix))
-        return (None,) * 5 + (d_weights, found.x.view(x.shape), *d_mix, *d_selector, *idle)
+        with torch.autocast(grad.device.type, enabled=False):
+            found = _differentiable(ctx, grad) if torch.is_grad_enabled() else _first_order(ctx, grad)
+        return (None,) * 5 + found + tuple(idle)
+
+
+def _first_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients for weights, x, mix and selector."""
+    x, *rest = ctx.saved_tensors
+    mix, selector, (noise, weights, mean, rstd, hidden, soft) = rest[:6], rest[6:10], rest[10:]
+    rows = x.reshape(-1, x.shape[-1])
+    used = weights if soft is None else (one_hot(soft) if ctx.draw.hard else soft)
+    keep, move = (None, None) if used is None else _portions(used, ctx.strength)
+    found = ctx.engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
+    d_weights, d_selector = None, (None,) * 4
+    if soft is not None:
+        d_used = ctx.strength * torch.cat([found.keep, found.move], 1)
+        d_selector = _selector_backward(d_used, found.x, rows, selector, hidden, soft, noise is not None, ctx.draw)
+    elif weights is not None and ctx.needs_input_grad[5]:
+        d_weights = ctx.strength * torch.cat([found.keep, found.move], 1)
+        d_weights = d_weights if len(weights) == len(rows) else d_weights.sum(0, keepdim=True)
+    d_mix = found[3:7] + tuple(None if d is None else d.sum(0) for d in found[7:])
+    d_mix = tuple(None if d is None else d.to(p.dtype) for d, p in zip(d_mix, mix))
+    return d_weights, found.x.view(x.shape), *d_mix, *d_selector
 
 
 def _selector_backward(
@@ -308,11 +313,11 @@ def _differentiable(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     mix, selector, noise, draw = rest[:6], rest[6:], ctx.saved_tensors[11], ctx.draw
     rows = x.reshape(-1, x.shape[-1])
     if selector[0] is not None:
-        own = [p.detach() for p in selector] if draw.frozen else selector
+        own = tuple(p.detach() if draw.frozen else p for p in selector)
         soft = soft_weights(_logits(rows, own, mix[4].dtype)[1], noise, draw.tau)
         weights = one_hot(soft) + (soft - soft.detach()) if draw.hard else soft
     keep, move = (None, None) if weights is None else _portions(weights, ctx.strength)
-    y = mix_forward(rows, keep, move, *mix, ctx.form)[0]
+    y = mix_forward(*[rows, keep, move, *mix, ctx.form])[0]
     found = iter(torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True))
     found = [next(found) if t is not None and t.requires_grad else None for t in inputs]
     zero = draw.frozen and selector[0] is not None

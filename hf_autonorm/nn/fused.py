@@ -1,7 +1,7 @@
 """The functions of `functional.py` compiled by Inductor, once per process, kind of layer and width.
 
-On a CPU the compiled code is called on blocks of tokens that fit the cache: one pass over memory instead of several.
-On a GPU it is called once, on everything.
+On a CPU either way of running them goes through blocks of tokens that fit the cache: one pass over memory instead of
+several, and no temporary as large as x. On a GPU the compiled code is called once, on everything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ VARIABLE = "HF_AUTONORM_FUSED"
 _SPELLINGS = {"1": "on", "0": "off", "": "auto"}
 # Numbers in x from which the compiled code pays, by device; measured on a CPU, where a call costs about 0.1 ms more.
 _PAYS_FROM = {"cpu": 1 << 18, "cuda": 1 << 16}
-_BLOCK = 3 << 17  # numbers of x in a block, per thread
+# Numbers of x in a block, per thread: compiled code holds x, its gradient and the result, op by op there are more.
+_BLOCK, _PLAIN_BLOCK = 3 << 17, 1 << 16
 
 _engines: dict[tuple, Engine] = {}
 _lock = threading.Lock()
@@ -56,18 +57,26 @@ def choose_engine(setting: str, form: Form, x: Tensor, mix: tuple[Tensor | None,
     pays = mode == "on" or (mode == "auto" and x.numel() >= _PAYS_FROM.get(kind, float("inf")))
     rows = x.numel() // x.shape[-1]
     # Sizes 0 and 1 would be compiled for themselves; code that watches every operation shall see the operations.
-    if not pays or rows < 2 or torch._C._len_torch_dispatch_stack() or not _compiler(kind):
+    if torch._C._len_torch_dispatch_stack():
         return EAGER
+    if not pays or rows < 2 or not _compiler(kind):
+        return _unfused(x)
     wanted = torch.is_grad_enabled()
-    key = (form, x.shape[-1], x.dtype, x.device, *(None if p is None else p.dtype for p in mix))
-    engine = _engines.get((*key, wanted))
+    # What is made in inference mode is another kind of tensor to Dynamo.
+    kinds = (x.dtype, x.device, torch.is_inference_mode_enabled(), *(None if p is None else p.dtype for p in mix))
+    key = (wanted, form, x.shape[-1], *kinds)
+    engine = _engines.get(key)
     if engine is None:
         with _lock:
-            if (*key, wanted) not in _engines:
-                known = _engines.get((*key, not wanted))
-                _engines[(*key, wanted)] = _compile(form, x, mix, known, wanted)
-            engine = _engines[(*key, wanted)]
-    return engine
+            if key not in _engines:
+                known = _engines.get((not wanted, *key[1:]))
+                _engines[key] = _compile(form, x, mix, known, wanted)
+            engine = _engines[key]
+    return _unfused(x) if engine is EAGER else engine
+
+
+def _unfused(x: Tensor) -> Engine:
+    return EAGER if x.device.type != "cpu" or x.numel() <= 2 * _PLAIN_BLOCK else _IN_BLOCKS
 
 
 @functools.cache
@@ -93,9 +102,9 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
     note.start()
     start = time.perf_counter()
     try:
-        engine = known or Engine(_Compiled(form, _forward_into).forward, _Compiled(form, _backward_into).backward)
+        blocks = known.forward.__self__ if known else _Blocks(*map(_compiled, (_forward_into, _backward_into)))
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            _first_run(engine, form, x, [_bare(p) for p in mix], backward)
+            _first_run(blocks, form, x, [_bare(p) for p in mix], backward)
     except Exception as error:  # whatever the compiler dislikes, the model goes on
         lines = str(error).strip().splitlines() or [type(error).__name__]
         warnings.warn(f"AutoNorm layers of width {width} run unfused: compiling failed ({lines[0]})", stacklevel=2)
@@ -105,10 +114,10 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
     seconds = time.perf_counter() - start
     if seconds > 1:
         _log.warning(f"compiled AutoNorm for width {width} in {seconds:.0f} s")
-    return engine
+    return known or Engine(blocks.forward, blocks.backward)
 
 
-def _first_run(engine: Engine, form: Form, x: Tensor, mix: list[Tensor | None], backward: bool) -> None:
+def _first_run(blocks: _Blocks, form: Form, x: Tensor, mix: list[Tensor | None], backward: bool) -> None:
     """Compiles for any number of rows."""
 
     def rows(width: int, dtype: torch.dtype) -> Tensor:
@@ -120,9 +129,9 @@ def _first_run(engine: Engine, form: Form, x: Tensor, mix: list[Tensor | None], 
     columns = [None if form.centered is None else rows(1, wide) for _ in range(4)]
     columns[2] = columns[2] if form.centered else None
     out, inputs = rows(x.shape[-1], x.dtype), rows(x.shape[-1], x.dtype)
-    engine.forward.__self__.compiled(out, inputs, *columns[:2], *mix)
+    blocks.forward_into(out, inputs, *columns[:2], *mix, form)
     if backward:
-        engine.backward.__self__.compiled(out, rows(x.shape[-1], x.dtype), inputs, *columns, *mix)
+        blocks.backward_into(out, rows(x.shape[-1], x.dtype), inputs, *columns, *mix, form)
 
 
 def _forward_into(out: Tensor, *args: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -137,53 +146,48 @@ def _backward_into(out: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     return tuple(found[1:])
 
 
-class _Compiled:
-    """One of the two functions for one `Form`."""
+def _compiled(function: Callable) -> Callable:
+    # Dynamo counts recompilations, and gives up after eight, per code object; each kind of layer gets its own.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return torch.compile(types.FunctionType(code, function.__globals__, code.co_name), fullgraph=True)
 
-    def __init__(self, form: Form, function: Callable) -> None:
-        def call(*args: Any) -> tuple[Tensor | None, ...]:
-            return function(*args, form)
 
-        # Dynamo counts recompilations, and gives up after eight, per code object; each kind of layer gets its own.
-        code = call.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-        own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        self.compiled = torch.compile(own, fullgraph=True)
+class _Blocks:
+    """The two functions, block after block; each writes into its first argument what is as large as x."""
+
+    def __init__(self, forward_into: Callable, backward_into: Callable, size: int | None = None) -> None:
+        self.forward_into, self.backward_into, self.size = forward_into, backward_into, size
 
     def forward(self, x: Tensor, keep, move, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        mix = [_bare(p) for p in rest[:-1]]
-        x = _bare(x).contiguous()
-        out = torch.empty_like(x)
-        each = [_rows(t, x) for t in (x, keep, move)]
-        mean, rstd = zip(*(self.compiled(*part, *mix) for part in _blocks(out, *each)))
+        *mix, form = rest
+        out, parts = self._run(self.forward_into, (x, keep, move), mix, form)
+        mean, rstd = parts
         return out, _join(mean), _join(rstd)
 
     def backward(self, grad: Tensor, x: Tensor, keep, move, mean, rstd, *rest: Any) -> Gradients:
-        mix = [_bare(p) for p in rest[:-1]]
-        x = _bare(x).contiguous()
-        out = torch.empty_like(x)
-        each = [_rows(t, x) for t in (grad, x, keep, move, mean, rstd)]
-        parts = list(zip(*(self.compiled(*part, *mix) for part in _blocks(out, *each))))
+        *mix, form = rest
+        out, parts = self._run(self.backward_into, (grad, x, keep, move, mean, rstd), mix, form)
         keep, move, *vectors, slope, shift = parts
-        return Gradients(out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift))
+        return Gradients._make([out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift)])
+
+    def _run(self, function: Callable, each: tuple[Tensor | None, ...], mix: list, form: Form) -> tuple[Tensor, list]:
+        out = torch.empty(each[0].shape, dtype=each[0].dtype, device=each[0].device)
+        # A change of strides or of `requires_grad` would be compiled for itself.
+        each = [None if t is None else t.detach().expand(len(out), -1).contiguous() for t in each]
+        mix = [_bare(p) for p in mix]
+        count = 1
+        if out.device.type == "cpu":
+            size = (self.size or _BLOCK) * torch.get_num_threads()
+            count = max(1, min(len(out) // 2, -(-out.numel() // size)))
+        parts = []
+        for i in range(count):
+            start, end = i * len(out) // count, (i + 1) * len(out) // count  # none of a single row
+            parts.append(function(*[None if t is None else t[start:end] for t in (out, *each)], *mix, form))
+        return out, list(zip(*parts))
 
 
 def _bare(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach()
-
-
-def _rows(t: Tensor | None, x: Tensor) -> Tensor | None:
-    """`t` with a row for each of x's, contiguous: a change of strides would be compiled for itself."""
-    return None if t is None else t.detach().expand(len(x), -1).contiguous()
-
-
-def _blocks(out: Tensor, *each: Tensor | None):
-    """The same rows of all, block after block, none of a single row."""
-    count = 1
-    if out.device.type == "cpu":
-        count = max(1, min(len(out) // 2, -(-out.numel() // (_BLOCK * torch.get_num_threads()))))
-    for i in range(count):
-        start, end = i * len(out) // count, (i + 1) * len(out) // count
-        yield [None if t is None else t[start:end] for t in (out, *each)]
 
 
 def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -192,3 +196,7 @@ def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 def _total(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     return None if parts[0] is None else torch.stack(parts).sum(0)
+
+
+_plain_blocks = _Blocks(_forward_into, _backward_into, _PLAIN_BLOCK)
+_IN_BLOCKS = Engine(_plain_blocks.forward, _plain_blocks.backward)

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
 
 from .branches import BRANCHES, Branch
 from .functional import CURVES, Draw, Form, MixFunction
 from .fused import choose_engine
 from .selector import gumbel_like
 from .traits import lay_out
+from .wrapper import ordinary
 
 if TYPE_CHECKING:
     from .autonorm import AutoNorm
@@ -84,16 +83,12 @@ def _plain(layer: AutoNorm, branch: Branch, x: Tensor) -> bool:
     name = layer.branch_names[0]
     if len(layer.branch_names) > 1 or name not in CURVES or type(branch) is not BRANCHES.get(name):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    if type(x) not in (Tensor, nn.Parameter) or x.device != layer.strength.device or not x.is_floating_point():
+    if not ordinary(x) or x.device != layer.strength.device:
         return False
     if x.dim() <= layer.channel_axis or not x.dim() or x.shape[layer.channel_axis] != layer.width:
         return False
     # Under autocast a norm may turn half precision into single; what is single stays so (`closed_form` has tried).
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
-        return False
-    if any(t for name, t in vars(torch_module).items() if name.startswith("_global_") and name.endswith("_hooks")):
         return False
     return all(not m._forward_hooks and not m._forward_pre_hooks for m in (layer.bias_gate, branch)) and all(
         _is_plain(p, x) for m in (layer.bias_gate, branch) for p in m._parameters.values() if p is not None

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..config import CORRECTIONS
 from ..errors import ConfigError, UnsupportedError, nearest
-from .affine import Correction, divide, divisor, has_bias, is_plain, squared_norm
+from .affine import Correction, has_bias, is_plain
+from .lengths import divide, divisor, squared_norm
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

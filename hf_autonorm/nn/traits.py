@@ -22,7 +22,7 @@ _TOLERANCE = 2e-3
 # dtype.
 _PLAIN = {"device": "cpu", "dtype": torch.float32}
 # (channel axis, shape of a probe; D stands for the width). The other sizes are no width that occurs.
-_PROBES = (
+_PROBES: tuple[tuple[int, tuple[int | str, ...]], ...] = (
     (-1, (2, 3, "D")),
     (-1, (2, 3, 5, "D")),
     (1, (2, "D", 3, 5)),
@@ -160,12 +160,12 @@ def _measure(norm: nn.Module, kind: NormTraits | None = None) -> NormTraits:
     default = torch.get_default_device()
     on_cpu = contextlib.nullcontext() if default.type == "cpu" else torch.device("cpu")
     with torch.autocast("cpu", enabled=False), on_cpu:
-        for axis, shape in _PROBES:
-            if len(shape) == 2 and refusals < len(_PROBES) - 1:
+        for axis, pattern in _PROBES:
+            if len(pattern) == 2 and refusals < len(_PROBES) - 1:
                 break
             if kind is not None and axis != kind.channel_axis:
                 continue
-            shape = tuple(width if s == "D" else s for s in shape)
+            shape = tuple(width if isinstance(size, str) else size for size in pattern)
             try:
                 found = _measure_on(forward, shape, axis, width, kind)
             except Exception:  # a norm may refuse a rank in any way it likes; another probe may fit

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 from .offload import execution_device
 
@@ -47,6 +49,17 @@ def outside_inference_mode(verb: Callable) -> Callable:
             return verb(*args, **kwargs)
 
     return run
+
+
+def ordinary(x: Tensor) -> bool:
+    """Whether x is a plain tensor in plain eager code, where an autograd function does what its formula does.
+
+    Not so where code is traced or transformed (`torch.func`, forward mode), or a global hook is to see each module.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    hooks = (t for name, t in vars(torch_module).items() if name.startswith("_global_") and name.endswith("_hooks"))
+    return type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not any(hooks)
 
 
 class Fp32Buffers(nn.Module):

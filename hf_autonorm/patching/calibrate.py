@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,7 @@ def _fit_in_lockstep(model, found, batches, masks, kept, report: CalibrationRepo
 
     handles = [w.register_forward_pre_hook(meet, with_kwargs=True) for _, w in found]
     try:
-        return lockstep.run([lambda batch=batch: forward(model, batch) for batch in batches], deal)
+        return lockstep.run([functools.partial(forward, model, batch) for batch in batches], deal)
     finally:
         for handle in handles:
             handle.remove()

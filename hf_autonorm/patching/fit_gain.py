@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ class RunningR2:
 
     def __init__(self) -> None:
         self.left = self.squares = 0.0
-        self.sums: Tensor | float = 0.0
+        self.sums: Any = 0.0  # by channel, once a row has come
         self.count = 0
 
     def add(self, estimate: Tensor, y: Tensor) -> None:
@@ -91,9 +93,10 @@ def tune_gains(
 
     def loss(index: int) -> Tensor | None:
         output = run(index)
-        if output is None or output.shape != wanted[index].shape:
+        target = wanted[index]
+        if output is None or target is None or output.shape != target.shape:
             return None
-        y, t = (valid_rows(rows, -1, masks[index]) for rows in (output, wanted[index]))
+        y, t = (valid_rows(rows, -1, masks[index]) for rows in (output, target))
         keep = y.isfinite().all(-1) & t.isfinite().all(-1)
         return (y[keep] - t[keep]).square().sum() / t[keep].square().sum().clamp(min=torch.finfo(t.dtype).tiny)
 
@@ -105,7 +108,7 @@ def tune_gains(
         before = total()
     for step in range(_STEPS if usable else 0):
         optimizer.param_groups[0]["lr"] = _RATE * (1 - step / _STEPS)
-        gradient = _gradient(layers, lambda i=usable[step % len(usable)]: loss(i))
+        gradient = _gradient(layers, functools.partial(loss, usable[step % len(usable)]))
         if gradient is None:
             break
         logs.grad = gradient.to(logs) * logs.detach().exp()

@@ -17,7 +17,7 @@ from .batches import as_batches, forward
 from .calibrate import undisturbed
 from .record import update_record, wrappers
 from .surgery import _connect_masks, _swap
-from .targets import Survey
+from .survey import Survey
 
 
 @outside_inference_mode

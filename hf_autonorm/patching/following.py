@@ -35,7 +35,8 @@ def _why_needed(survey: Survey, target: Target, corrected: set[int]) -> str | No
         if isinstance(parent, nn.Sequential):
             later = list(parent._modules)[list(parent._modules).index(attribute) + 1 :][:1]
         else:
-            later = sorted(followers(type(parent), attribute))
+            kind: type = type(parent)
+            later = sorted(followers(kind, attribute))
         children = [parent._modules.get(name) for name in later]
         if not children or not all(
             child is not None and any(id(m) in corrected for m in child.modules()) for child in children
@@ -93,7 +94,9 @@ def _readers(tree: ast.AST, variable: str, after: ast.Assign) -> set[str]:
             continue  # its statements are in the list themselves
         for call in ast.walk(statement):
             child = _called_child(call)
-            arguments = [] if child is None else [*call.args, *(k.value for k in call.keywords)]
+            if child is None or not isinstance(call, ast.Call):
+                continue
+            arguments = [*call.args, *(k.value for k in call.keywords)]
             if any(isinstance(n, ast.Name) and n.id == variable for a in arguments for n in ast.walk(a)):
                 found.add(child)
         targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -104,6 +107,7 @@ def _readers(tree: ast.AST, variable: str, after: ast.Assign) -> set[str]:
 
 def _called_child(node: ast.AST) -> str | None:
     """`name` where the node is a call `self.name(…)`."""
-    function = node.func if isinstance(node, ast.Call) else None
-    owned = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-    return function.attr if owned and function.value.id == "self" else None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    owner = node.func.value
+    return node.func.attr if isinstance(owner, ast.Name) and owner.id == "self" else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,7 @@ class Lockstep:
     called once for a key, with the payloads of all passes that wait there, before any of them goes on."""
 
     def __init__(self) -> None:
-        self._current: _Runner | None = None
+        self._current: _Runner  # while `run` goes on
         self._done: set[Any] = set()
         self.current_index = 0  # which of the works is running
 
@@ -112,10 +113,7 @@ class Lockstep:
                 waiting = [r for r in runners if not r.finished]
                 if waiting:
                     # Passes may part ways (experts, skipped layers): the key most of them wait for comes first.
-                    counts: dict[Any, int] = {}
-                    for r in waiting:
-                        counts[r.waiting_for] = counts.get(r.waiting_for, 0) + 1
-                    key = max(counts, key=counts.get)
+                    key = Counter(r.waiting_for for r in waiting).most_common(1)[0][0]
                     deal(key, [r.payload for r in waiting if r.waiting_for == key])
                     self._done.add(key)
         finally:

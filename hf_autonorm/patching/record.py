@@ -66,7 +66,7 @@ def record_dict(model: nn.Module) -> dict[str, Any] | None:
 def read_record(config: Any) -> dict[str, Any] | None:
     """Our record in a transformers config, wherever it stands."""
     for attribute in ("quantization_config", BESIDE):
-        record = getattr(config, attribute, None)
+        record: Any = getattr(config, attribute, None)
         record = record.to_dict() if hasattr(record, "to_dict") else record
         if isinstance(record, dict) and record.get("quant_method") == QUANT_METHOD:
             return record
@@ -93,7 +93,7 @@ def watch(wrapper: Wrapper, prefix: str, keep_vars: bool) -> None:
     from transformers import PreTrainedModel
 
     asked = None  # the call of the outermost model's state_dict
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "state_dict":
         if isinstance(frame.f_locals.get("self"), PreTrainedModel):
             asked = frame
@@ -169,7 +169,7 @@ def _update_tags(root: nn.Module) -> None:
 def _write(config: Any, record: dict[str, Any] | None) -> None:
     if read_record(config) is not None:
         for attribute in ("quantization_config", BESIDE):
-            value = getattr(config, attribute, None)
+            value: Any = getattr(config, attribute, None)
             value = value.to_dict() if hasattr(value, "to_dict") else value
             if isinstance(value, dict) and value.get("quant_method") == QUANT_METHOD:
                 delattr(config, attribute)

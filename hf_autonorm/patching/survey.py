@@ -125,8 +125,9 @@ def structural_reason(survey: Survey, name: str, module: nn.Module, own: list[to
         return "also held outside the module tree (a list or plain attribute), where a swap does not reach"
     for one_name in survey.names[id(module)]:
         for ancestor, path in survey.ancestors(one_name):
+            parent: type = type(ancestor)
             if isinstance(ancestor, FUSED_PARENTS):
-                return f"inside {type(ancestor).__name__}, whose fused path reads its weight directly"
-            if is_read(path, direct_reads(type(ancestor))):
-                return f"{type(ancestor).__name__}.forward reads its weight directly"
+                return f"inside {parent.__name__}, whose fused path reads its weight directly"
+            if is_read(path, direct_reads(parent)):
+                return f"{parent.__name__}.forward reads its weight directly"
     return None

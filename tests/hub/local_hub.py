@@ -173,4 +173,4 @@ class Client:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)

@@ -271,3 +271,49 @@ def test_vmap_gives_per_sample_gradients():
     for i in range(4):
         one = torch.autograd.grad(layer(x[i]).square().sum(), layer.original.weight)[0]
         torch.testing.assert_close(each["original.weight"][i], one)
+
+
+@given(
+    cls=st.sampled_from(LAYERS),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    shape=st.sampled_from([(7,), (1, 7), (3, 7), (2, 3, 7), (0, 7)]),
+    strength=st.sampled_from([0.25, 1.0]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_output_and_gradients_against_float64(cls, bias, dtype, shape, strength, transposed, seed):
+    original = linear("linear", 7, 5, seed, bias).to(dtype)
+    layer, exact = cls(original, strength), copy.deepcopy(original).double()
+    x = torch.randn(shape, dtype=torch.float64).to(dtype)
+    x = x.transpose(0, -1).contiguous().transpose(0, -1) if transposed else x
+    x.requires_grad_()
+    y = layer(x)
+    g = torch.randn(y.shape).to(dtype)
+    y.backward(g)
+    wide = x.detach().double().requires_grad_()
+    squares = wide.square().sum(-1, keepdim=True)
+    constant = cls is AffineLike and bias
+    d = (1 - strength) + strength * (squares + constant).sqrt()
+    expected = exact(wide) / d if constant else (wide @ exact.weight.t()) / d + (exact.bias if bias else 0)
+    expected.backward(g.double())
+    pairs = {"output": (y, expected), "x": (x.grad, wide.grad)}
+    pairs |= {name: (p.grad, exact.get_parameter(name).grad) for name, p in original.named_parameters()}
+    for name, (found, reference) in pairs.items():
+        bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert (found.double() - reference).norm() <= bound * reference.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_keeps_no_more_than_the_linear_layer(cls, bias):
+    layer = cls(linear("linear", 64, 48, bias=bias))
+    x = torch.randn(32, 64, requires_grad=True)
+    own = {t.data_ptr() for t in (x, *layer.parameters())}
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.update({t.data_ptr(): t.numel() * t.element_size()}) or t, lambda t: t
+    ):
+        y = layer(x)
+    y.sum().backward()
+    assert sum(size for pointer, size in saved.items() if pointer not in own) <= 8 * len(x)

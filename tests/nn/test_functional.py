@@ -205,6 +205,27 @@ def test_compiled_equals_the_formula(norm, curve, dtype, setting):
     assert fused._engines and EAGER not in fused._engines.values()
 
 
+@pytest.mark.parametrize("norm", ["layer_norm", "no_bias", "gemma"])
+def test_op_by_op_in_blocks_equals_the_formula(norm, setting, monkeypatch):
+    setting("0")
+    monkeypatch.setattr(fused, "_PLAIN_BLOCK", 8)
+    monkeypatch.setattr(fused._plain_blocks, "size", 64)
+    case = {
+        "norm": norm,
+        "curve": "derf",
+        "dtype": torch.float32,
+        "strength": 0.7,
+        "layout": "plain",
+        "state": "train",
+    }
+    for kind, granularity, shape in [
+        ("gumbel", "token", (17, 3)),
+        ("fixed", "layer", (2, 3)),
+        ("hard", "token", (9, 5)),
+    ]:
+        run({**case, "kind": kind, "granularity": granularity, "shape": shape, "seed": 3})
+
+
 def test_one_compilation_for_all_sizes_strengths_gates_and_phases(setting):
     setting("1", "eager")
     layer = make()
@@ -221,6 +242,10 @@ def test_one_compilation_for_all_sizes_strengths_gates_and_phases(setting):
     with torch.no_grad():
         layer(sample(shape=(6, 5)))
     assert count() == before
+    with torch.inference_mode():
+        for tokens in (3, 9, 30):
+            layer(sample(shape=(tokens, 3)))
+    assert count() <= before + 1
 
 
 @pytest.mark.parametrize("kind", ["softmax", "gumbel", "random", "fixed"])
