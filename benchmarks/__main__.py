@@ -24,11 +24,11 @@ from .report import budget_table, machine, table, write
 
 # section: (seconds of timing at --scale 1, arguments that make it tiny)
 SECTIONS: dict[str, tuple[float, dict[str, Any]]] = {
-    "layers": (60.0, {"width": 20, "tokens": 8}),
-    "corrections": (40.0, {"width": 20, "tokens": 8, "channels": 4, "images": 1, "side": 4}),
-    "models": (180.0, {"tiny": True}),
+    "layers": (45.0, {"width": 20, "tokens": 8}),
+    "corrections": (30.0, {"width": 20, "tokens": 8, "channels": 4, "images": 1, "side": 4}),
+    "models": (150.0, {"tiny": True}),
     "memory": (0.0, {"depth": 1, "images": 2}),
-    "growth": (60.0, {"tokens": (8, 16), "widths": (20, 40), "depths": (1, 2), "width": 20, "rows": 8}),
+    "growth": (45.0, {"tokens": (8, 16), "widths": (20, 40), "depths": (1, 2), "width": 20, "rows": 8}),
     "patching": (0.0, {"sizes": ("1 B", "8 B"), "repeats": 1}),
     "imports": (0.0, {"processes": 1}),
 }
