@@ -47,19 +47,24 @@ def fused_mode(setting: str) -> str:
     return value
 
 
+def as_one_function(setting: str, x: Tensor) -> bool:
+    """Whether AutoNorm is to run as one function on x: where compiled code pays, or the setting is not "auto".
+
+    Elsewhere the layer's ordinary operations are faster than the function's, and what they keep is small.
+    """
+    return fused_mode(setting) != "auto" or x.numel() >= _PAYS_FROM.get(x.device.type, float("inf"))
+
+
 def choose_engine(setting: str, form: Form, x: Tensor, mix: tuple[Tensor | None, ...]) -> Engine:
-    """Compiled or op by op, for x (…, D) and the parameters of `mix_forward` in its order.
+    """Compiled or, where that cannot be or is not wanted, op by op; for x (…, D) and the parameters of `mix_forward`.
 
     A function of the setting and the shape alone, so that a run that is broken off and resumed computes the same bits.
     """
-    mode = fused_mode(setting)
-    kind = x.device.type
-    pays = mode == "on" or (mode == "auto" and x.numel() >= _PAYS_FROM.get(kind, float("inf")))
-    rows = x.numel() // x.shape[-1]
-    # Sizes 0 and 1 would be compiled for themselves; code that watches every operation shall see the operations.
+    kind, rows = x.device.type, x.numel() // x.shape[-1]
+    # Code that watches every operation shall see the operations; sizes 0 and 1 would be compiled for themselves.
     if torch._C._len_torch_dispatch_stack():
         return EAGER
-    if not pays or rows < 2 or not _compiler(kind):
+    if fused_mode(setting) == "off" or rows < 2 or not _compiler(kind):
         return _unfused(x)
     wanted = torch.is_grad_enabled()
     # What is made in inference mode is another kind of tensor to Dynamo.
@@ -102,7 +107,8 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
     note.start()
     start = time.perf_counter()
     try:
-        blocks = known.forward.__self__ if known else _Blocks(*map(_compiled, (_forward_into, _backward_into)))
+        pair = (_compiled(function, x.device.type) for function in (_forward_into, _backward_into))
+        blocks = known.forward.__self__ if known else _Blocks(*pair)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             _first_run(blocks, form, x, [_bare(p) for p in mix], backward)
     except Exception as error:  # whatever the compiler dislikes, the model goes on
@@ -146,10 +152,13 @@ def _backward_into(out: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     return tuple(found[1:])
 
 
-def _compiled(function: Callable) -> Callable:
+def _compiled(function: Callable, kind: str) -> Callable:
+    # On a CPU the curve's value is worth keeping for the length of a block: three loops of the backward pass need it.
+    options = {"realize_opcount_threshold": 16} if kind == "cpu" else None
     # Dynamo counts recompilations, and gives up after eight, per code object; each kind of layer gets its own.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return torch.compile(types.FunctionType(code, function.__globals__, code.co_name), fullgraph=True)
+    own = types.FunctionType(code, function.__globals__, code.co_name)
+    return torch.compile(own, fullgraph=True, options=options)
 
 
 class _Blocks:

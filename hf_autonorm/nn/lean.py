@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .branches import BRANCHES, Branch
 from .functional import CURVES, Draw, Form, MixFunction
-from .fused import choose_engine
+from .fused import as_one_function, choose_engine
 from .selector import gumbel_like
 from .traits import lay_out
 from .wrapper import ordinary
@@ -26,7 +26,9 @@ def lean_forward(layer: AutoNorm, x: Tensor, argument: str | None) -> Tensor | N
     path. `argument`: the name that the caller gave x, if any.
     """
     branch, known = layer.bias_branches[0], layer._closed_form
-    if not _plain(layer, branch, x) or (argument is not None and (known is None or argument != known.argument)):
+    if not _plain(layer, branch, x) or not as_one_function(layer.fused, x):
+        return None
+    if argument is not None and (known is None or argument != known.argument):
         return None
     alone = layer.replaces and layer._is_one
     own = (None, None)
