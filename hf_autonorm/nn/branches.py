@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from .functional import root_of_one_plus_square
 from .traits import NormTraits, measure
 from .wrapper import Fp32Buffers
 
@@ -175,8 +176,8 @@ class DyISRU(PointwiseBranch):
     from LayerNorm gives exactly, of which Dynamic Tanh is an approximation (arXiv 2503.21708)."""
 
     def curve(self, z: Tensor) -> Tensor:
-        # z·rsqrt(1+z²) is inf·0 for |z| beyond the root of the largest float; hypot scales.
-        return z / torch.hypot(z, torch.ones_like(z))
+        # z·rsqrt(1+z²) is inf·0 for |z| beyond the root of the largest float.
+        return z / root_of_one_plus_square(z)
 
 
 @register_branch("derf")

@@ -54,15 +54,21 @@ def _tanh(z: Tensor) -> Tensor:
     return z * _horner(u, _TANH_P) / _horner(u, _TANH_Q)
 
 
+def root_of_one_plus_square(z: Tensor) -> Tensor:
+    """√(1 + z²), where z² may overflow: torch.hypot, in operations that ONNX and Inductor know."""
+    larger = z.detach().abs().clamp(min=1)  # whatever it is, the value and its derivatives are the same
+    return larger * torch.sqrt((z / larger).square() + larger.reciprocal().square())
+
+
 def _isru(z: Tensor) -> Tensor:
-    return z / torch.hypot(z, torch.ones_like(z))
+    return z / root_of_one_plus_square(z)
 
 
 # name of the branch → (curve of z, its derivative from z and the curve's value)
 CURVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "dyt": (_tanh, lambda z, c: 1 - c * c),
     "derf": (torch.erf, lambda z, c: 2 / math.sqrt(math.pi) * torch.exp(-z * z)),
-    "dyisru": (_isru, lambda z, c: torch.hypot(z, torch.ones_like(z)) ** -3.0),
+    "dyisru": (_isru, lambda z, c: root_of_one_plus_square(z) ** -3.0),
 }
 
 

@@ -66,6 +66,8 @@ class PatchNorm(Correction):
         padding = conv.padding
         if conv.padding_mode != "zeros":
             maps, padding = F.pad(maps, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+        if torch.compiler.is_exporting():  # ONNX Runtime convolves in fp32 at most
+            maps = maps.float()
         ones = maps.new_ones(1, 1, *conv.kernel_size)
         maps = _CONVOLVE[spatial](maps, ones, None, conv.stride, padding, conv.dilation)
         squares = maps.reshape(*lead, *maps.shape[-spatial:])

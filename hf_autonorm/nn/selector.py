@@ -115,7 +115,9 @@ class NormSelector(nn.Module):
         noisy = self.training if noisy is None else noisy
         kind = self.gate.kind
         if not self.learns:
-            weights = torch.tensor(self.initial_weights(), dtype=rows.dtype, device=rows.device)
+            first, rest = self.initial_weights()[:2]
+            # Filled where they are: numbers from the host would be waited for, and refused while a graph is captured.
+            weights = torch.cat([rows.new_full((1,), first), rows.new_full((self.choices - 1,), rest)])
             log_p = weights.clamp(min=_TINY).log()
             if kind == "random" and noisy:
                 # Exp(1) draws, normalised: uniform on the simplex (uniform on [0, 1] for one branch).
