@@ -183,11 +183,15 @@ def mix_backward(
     )
 
 
-class Engine(NamedTuple):
+class Engine:
     """The two functions above, or what stands in for them."""
 
-    forward: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-    backward: Callable[..., Gradients]
+    def __init__(
+        self,
+        forward: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
+        backward: Callable[..., Gradients],
+    ) -> None:
+        self.forward, self.backward = forward, backward
 
 
 EAGER = Engine(mix_forward, mix_backward)

@@ -108,8 +108,10 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
     note.start()
     start = time.perf_counter()
     try:
-        pair = (_compiled(function, x.device.type) for function in (_forward_into, _backward_into))
-        blocks = known.forward.__self__ if known else _Blocks(*pair)
+        if isinstance(known, _Blocks):
+            blocks = known
+        else:
+            blocks = _Blocks(_compiled(_forward_into, x.device.type), _compiled(_backward_into, x.device.type))
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             _first_run(blocks, form, x, [_bare(p) for p in mix], backward)
     except Exception as error:  # whatever the compiler dislikes, the model goes on
@@ -121,7 +123,7 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
     seconds = time.perf_counter() - start
     if seconds > 1:
         _log.warning(f"compiled AutoNorm for width {width} in {seconds:.0f} s")
-    return known or Engine(blocks.forward, blocks.backward)
+    return blocks
 
 
 def _first_run(blocks: _Blocks, form: Form, x: Tensor, mix: list[Tensor | None], backward: bool) -> None:
@@ -162,28 +164,29 @@ def _compiled(function: Callable, kind: str) -> Callable:
     return torch.compile(own, fullgraph=True, options=options)
 
 
-class _Blocks:
+class _Blocks(Engine):
     """The two functions, block after block; each writes into its first argument what is as large as x."""
 
     def __init__(self, forward_into: Callable, backward_into: Callable, size: int | None = None) -> None:
+        super().__init__(self._forward, self._backward)
         self.forward_into, self.backward_into, self.size = forward_into, backward_into, size
 
-    def forward(self, x: Tensor, keep, move, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _forward(self, x: Tensor, keep, move, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         *mix, form = rest
         out, parts = self._run(self.forward_into, (x, keep, move), mix, form)
         mean, rstd = parts
         return out, _join(mean), _join(rstd)
 
-    def backward(self, grad: Tensor, x: Tensor, keep, move, mean, rstd, *rest: Any) -> Gradients:
+    def _backward(self, grad: Tensor, x: Tensor, keep, move, mean, rstd, *rest: Any) -> Gradients:
         *mix, form = rest
         out, parts = self._run(self.backward_into, (grad, x, keep, move, mean, rstd), mix, form)
         keep, move, *vectors, slope, shift = parts
         return Gradients._make([out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift)])
 
-    def _run(self, function: Callable, each: tuple[Tensor | None, ...], mix: list, form: Form) -> tuple[Tensor, list]:
-        out = torch.empty(each[0].shape, dtype=each[0].dtype, device=each[0].device)
+    def _run(self, function: Callable, given: tuple[Tensor | None, ...], mix: list, form: Form) -> tuple[Tensor, list]:
+        out = torch.empty(given[0].shape, dtype=given[0].dtype, device=given[0].device)
         # A change of strides or of `requires_grad` would be compiled for itself.
-        each = [None if t is None else t.detach().expand(len(out), -1).contiguous() for t in each]
+        each = [None if t is None else t.detach().expand(len(out), -1).contiguous() for t in given]
         mix = [_bare(p) for p in mix]
         count = 1
         if out.device.type == "cpu":
@@ -208,5 +211,4 @@ def _total(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     return None if parts[0] is None else torch.stack(parts).sum(0)
 
 
-_plain_blocks = _Blocks(_forward_into, _backward_into, _PLAIN_BLOCK)
-_IN_BLOCKS = Engine(_plain_blocks.forward, _plain_blocks.backward)
+_IN_BLOCKS = _Blocks(_forward_into, _backward_into, _PLAIN_BLOCK)

@@ -217,7 +217,7 @@ def test_compiled_equals_the_formula(norm, curve, dtype, setting):
 def test_op_by_op_in_blocks_equals_the_formula(norm, setting, monkeypatch):
     setting("0")
     monkeypatch.setattr(fused, "_PLAIN_BLOCK", 8)
-    monkeypatch.setattr(fused._plain_blocks, "size", 64)
+    monkeypatch.setattr(fused._IN_BLOCKS, "size", 64)
     case = {
         "norm": norm,
         "curve": "derf",
