@@ -25,7 +25,6 @@ class Row(NamedTuple):
     against: Estimate | None
     effect: float | None  # Cohen's d of the paired differences: their mean over their standard deviation
     added: int
-    step_seconds: float
 
 
 def measure_of(records: list[dict]) -> str:
@@ -51,7 +50,6 @@ def rows_of(records: list[dict], measure: str) -> list[Row]:
                 against=estimate(differences) if differences else None,
                 effect=mean(differences) / spread if spread > 0 else None,
                 added=next(iter(runs.values()))["parameters"]["added"],
-                step_seconds=mean(run["seconds"] / max(1, run["steps"]) for run in runs.values()),
             )
         )
     return rows
@@ -124,17 +122,20 @@ def _table(rows: list[Row], measure: str) -> list[str]:
     better = "more" if MEASURES[measure] else "less"
     lines = [
         f"| variant | seeds | test {measure} ({better} is better) | difference from ln | p | effect size | added "
-        "parameters | s per step, × ln |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "parameters |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    reference = next((row.step_seconds for row in rows if row.variant == "ln"), math.nan)
     for row in sorted(rows, key=lambda row: row.score.mean, reverse=MEASURES[measure]):
         against = "" if row.against is None else _interval(row.against, "+.4f")
-        p = "" if row.against is None or math.isnan(row.against.p) else f"{row.against.p:.3f}"
+        p = (
+            ""
+            if row.against is None or math.isnan(row.against.p)
+            else f"{row.against.p:.3f}".replace("0.000", "< 0.001")
+        )
         effect = "" if row.effect is None else f"{row.effect:+.2f}"
         lines.append(
             f"| `{row.variant}` | {row.seeds} | {_interval(row.score, '.4f')} | {against} | {p} | {effect} | "
-            f"{row.added:,} | {row.step_seconds / reference:.2f} |"
+            f"{row.added:,} |"
         )
     return lines
 
@@ -180,7 +181,7 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
         early, late = norm_weights(found)
         decisions = [r["freeze_decision"] for r in records if r["variant"] == variant and r["freeze_decision"]]
         said = ", ".join(
-            f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g} (H {d['entropy']:.3f})" for d in decisions
+            dict.fromkeys(f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g}" for d in decisions)
         )
         lines.append(f"| `{variant}` | {first:.4f} | {last:.4f} | {early:.4f} | {late:.4f} | {said or 'never'} |")
     return lines
