@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .affine_function import CorrectedLinear
 from .lengths import divide, divisor, squared_norm
-from .wrapper import Wrapper, ordinary
+from .wrapper import Wrapper, ordinary, unhooked
 
 
 def has_bias(module: nn.Module) -> bool:
@@ -93,8 +93,7 @@ class Correction(Wrapper):
 
 def is_plain(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether calling `module` runs the forward of one of `classes`, and no hook sees what it computes."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module).forward in [c.forward for c in classes] and not any(hooks) and "forward" not in module.__dict__
+    return type(module).forward in [c.forward for c in classes] and unhooked(module)
 
 
 class AffineLike(Correction):

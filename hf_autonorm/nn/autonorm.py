@@ -17,7 +17,7 @@ from .lean import lean_forward
 from .offload import execution_device
 from .selector import NormSelector
 from .traits import NormTraits, lay_out, measure
-from .wrapper import Wrapper, with_zero_gradients
+from .wrapper import Wrapper, with_zero_gradients, without_autocast
 
 UNCALIBRATED = 2.0  # an R² that cannot occur: says "not calibrated" in a buffer that must stay finite
 
@@ -202,7 +202,7 @@ class AutoNorm(Wrapper):
         alone = self.replaces and self._is_one
         y = None if alone else original(x)
         dtype = self._output_dtype(x, original) if alone else y.dtype
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             mixture = self._mix(x.to(torch.promote_types(x.dtype, torch.float32)), y)
         mixture = mixture.to(dtype)
         if alone:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .traits import NormTraits, stand_in
+from .wrapper import unhooked
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
@@ -32,8 +33,7 @@ class ClosedForm:
 
     def holds(self, norm: nn.Module) -> bool:
         """Whether calling `norm` still runs that class's forward, and no hook sees it."""
-        hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-        return type(norm) is self.module and not any(hooks) and "forward" not in norm.__dict__
+        return type(norm) is self.module and unhooked(norm)
 
 
 _FORMS: dict[tuple, ClosedForm | None] = {}

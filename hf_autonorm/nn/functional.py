@@ -51,7 +51,9 @@ def _tanh(z: Tensor) -> Tensor:
         return torch.tanh(z)
     z = z.clamp(-8.0, 8.0)
     u = z * z
-    return z * _horner(u, _TANH_P) / _horner(u, _TANH_Q)
+    curve = z * _horner(u, _TANH_P) / _horner(u, _TANH_Q)
+    # Exactly ±1 at the ends: a last digit short, and the slope's gradient, times x, is anything where x is large.
+    return torch.where(u >= 64.0, z * 0.125, curve)
 
 
 def root_of_one_plus_square(z: Tensor) -> Tensor:
@@ -274,7 +276,8 @@ def _first_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows = x.reshape(-1, x.shape[-1])
     used = weights if soft is None else (one_hot(soft) if ctx.draw.hard else soft)
     keep, move = (None, None) if used is None else _portions(used, ctx.strength)
-    found = ctx.engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
+    engine = EAGER if _batched() else ctx.engine
+    found = engine.backward(grad.reshape(rows.shape), rows, keep, move, mean, rstd, *mix, ctx.form)
     d_weights, d_selector = None, (None,) * 4
     if soft is not None:
         d_used = ctx.strength * torch.cat([found.keep, found.move], 1)
@@ -285,6 +288,11 @@ def _first_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_mix = found[3:7] + tuple(None if d is None else d.sum(0) for d in found[7:])
     d_mix = tuple(None if d is None else d.to(p.dtype) for d, p in zip(d_mix, mix))
     return d_weights, found.x.view(x.shape), *d_mix, *d_selector
+
+
+def _batched() -> bool:
+    """Whether several gradients go through the backward pass at once (`is_grads_batched`, `torch.func.vmap`)."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("VmapMode") or torch._C._are_functorch_transforms_active()
 
 
 def _selector_backward(
@@ -302,7 +310,7 @@ def _selector_backward(
     d_logits = soft * (d_used - (d_used * soft).sum(-1, keepdim=True))
     d_logits = d_logits / draw.tau if noisy else d_logits
     d_hidden = (d_logits @ w_out) * (hidden > 0)
-    if d_x.dtype == w_in.dtype:
+    if d_x.dtype == w_in.dtype and not _batched():
         d_x.addmm_(d_hidden, w_in)
     else:
         d_x.add_(d_hidden @ w_in)
@@ -328,7 +336,10 @@ def _differentiable(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights = one_hot(soft) + (soft - soft.detach()) if draw.hard else soft
     keep, move = (None, None) if weights is None else _portions(weights, ctx.strength)
     y = mix_forward(*[rows, keep, move, *mix, ctx.form])[0]
-    found = iter(torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True))
+    found = (None,) * len(wanted)
+    if y.requires_grad:  # not so where nothing but a frozen selector learns
+        found = torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True)
+    found = iter(found)
     found = [next(found) if t is not None and t.requires_grad else None for t in inputs]
     zero = draw.frozen and selector[0] is not None
     return tuple(found[:8]) + tuple(torch.zeros_like(p) if zero else d for p, d in zip(selector, found[8:]))

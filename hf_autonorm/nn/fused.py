@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..config import FUSED
 from ..errors import ConfigError
@@ -63,14 +65,15 @@ def choose_engine(setting: str, form: Form, x: Tensor, mix: tuple[Tensor | None,
     """
     kind, rows = x.device.type, x.numel() // x.shape[-1]
     # Code that watches every operation shall see the operations; sizes 0 and 1 would be compiled for themselves.
-    if torch._C._len_torch_dispatch_stack():
+    modes = _get_current_function_mode_stack()
+    if torch._C._len_torch_dispatch_stack() or any(type(mode) is not DeviceContext for mode in modes):
         return EAGER
     if fused_mode(setting) == "off" or rows < 2 or not _compiler(kind):
         return _unfused(x)
     wanted = torch.is_grad_enabled()
-    # What is made in inference mode is another kind of tensor to Dynamo.
+    # What is made in inference mode is another kind of tensor to Dynamo; it also compiles anew for these two.
     kinds = (x.dtype, x.device, torch.is_inference_mode_enabled(), *(None if p is None else p.dtype for p in mix))
-    key = (wanted, form, x.shape[-1], *kinds)
+    key = (wanted, form, x.shape[-1], *kinds, torch.get_num_threads(), len(modes))
     engine = _engines.get(key)
     if engine is None:
         with _lock:
@@ -115,8 +118,8 @@ def _compile(form: Form, x: Tensor, mix: tuple[Tensor | None, ...], known: Engin
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             _first_run(blocks, form, x, [_bare(p) for p in mix], backward)
     except Exception as error:  # whatever the compiler dislikes, the model goes on
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        warnings.warn(f"AutoNorm layers of width {width} run unfused: compiling failed ({lines[0]})", stacklevel=2)
+        text = f"AutoNorm layers of width {width} run unfused: compiling failed ({_first_line(error)})"
+        warnings.warn(text, stacklevel=2)
         return EAGER
     finally:
         note.cancel()
@@ -170,20 +173,33 @@ class _Blocks(Engine):
     def __init__(self, forward_into: Callable, backward_into: Callable, size: int | None = None) -> None:
         super().__init__(self._forward, self._backward)
         self.forward_into, self.backward_into, self.size = forward_into, backward_into, size
+        self.given_up = False
 
     def _forward(self, x: Tensor, keep, move, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         *mix, form = rest
-        out, parts = self._run(self.forward_into, (x, keep, move), mix, form)
+        out, parts = self._run("forward_into", (x, keep, move), mix, form)
         mean, rstd = parts
         return out, _join(mean), _join(rstd)
 
     def _backward(self, grad: Tensor, x: Tensor, keep, move, mean, rstd, *rest: Any) -> Gradients:
         *mix, form = rest
-        out, parts = self._run(self.backward_into, (grad, x, keep, move, mean, rstd), mix, form)
+        out, parts = self._run("backward_into", (grad, x, keep, move, mean, rstd), mix, form)
         keep, move, *vectors, slope, shift = parts
         return Gradients._make([out, _join(keep), _join(move), *map(_total, vectors), _join(slope), _join(shift)])
 
-    def _run(self, function: Callable, given: tuple[Tensor | None, ...], mix: list, form: Form) -> tuple[Tensor, list]:
+    def _call(self, name: str, *args: Any) -> tuple:
+        """The function of that name; op by op from the first time on that Dynamo refuses to compile it once more."""
+        if not self.given_up:
+            try:
+                return getattr(self, name)(*args)
+            except Exception as error:
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                self.given_up = True
+                warnings.warn(f"AutoNorm layers of width {args[0].shape[-1]} go on unfused: {_first_line(error)}")
+        return getattr(_IN_BLOCKS, name)(*args)
+
+    def _run(self, name: str, given: tuple[Tensor | None, ...], mix: list, form: Form) -> tuple[Tensor, list]:
         out = torch.empty(given[0].shape, dtype=given[0].dtype, device=given[0].device)
         # A change of strides or of `requires_grad` would be compiled for itself.
         each = [None if t is None else t.detach().expand(len(out), -1).contiguous() for t in given]
@@ -195,8 +211,12 @@ class _Blocks(Engine):
         parts = []
         for i in range(count):
             start, end = i * len(out) // count, (i + 1) * len(out) // count  # none of a single row
-            parts.append(function(*[None if t is None else t[start:end] for t in (out, *each)], *mix, form))
+            parts.append(self._call(name, *[None if t is None else t[start:end] for t in (out, *each)], *mix, form))
         return out, list(zip(*parts))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _bare(t: Tensor | None) -> Tensor | None:

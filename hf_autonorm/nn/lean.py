@@ -12,7 +12,7 @@ from .functional import CURVES, Draw, Form, MixFunction
 from .fused import as_one_function, choose_engine
 from .selector import gumbel_like
 from .traits import lay_out
-from .wrapper import ordinary
+from .wrapper import ordinary, unhooked
 
 if TYPE_CHECKING:
     from .autonorm import AutoNorm
@@ -36,7 +36,8 @@ def lean_forward(layer: AutoNorm, x: Tensor, argument: str | None) -> Tensor | N
     if not alone:
         if known is None or not known.holds(layer.original) or (x.dtype == torch.float64 and not known.double):
             return None
-        own = tuple(None if name is None else layer.original._parameters[name] for name in (known.weight, known.bias))
+        # Attributes: in a replica of nn.DataParallel and under FSDP they are no parameters.
+        own = tuple(None if name is None else getattr(layer.original, name) for name in (known.weight, known.bias))
         if any(p is not None and (p.dtype != x.dtype or not _is_plain(p, x)) for p in own):
             return None
         form = Form(layer.branch_names[0], known.centered, float(getattr(layer.original, known.eps)), known.offset)
@@ -92,7 +93,7 @@ def _plain(layer: AutoNorm, branch: Branch, x: Tensor) -> bool:
     # Under autocast a norm may turn half precision into single; what is single stays so (`closed_form` has tried).
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return False
-    return all(not m._forward_hooks and not m._forward_pre_hooks for m in (layer.bias_gate, branch)) and all(
+    return all(unhooked(m) for m in (layer.bias_gate, branch)) and all(
         _is_plain(p, x) for m in (layer.bias_gate, branch) for p in m._parameters.values() if p is not None
     )
 

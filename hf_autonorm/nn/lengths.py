@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .wrapper import is_traced
+
 # Below this the divisor counts as zero: its reciprocal, times a gradient, must stay a finite fp32 number.
 _SMALLEST = 2.0**-106
 
@@ -67,7 +69,7 @@ def _widest(x: Tensor) -> torch.dtype:
 
 def squared_norm(x: Tensor, axis: int = -1) -> Tensor:
     """Σx² along `axis` < 0 (kept, of size 1), in float64; twice differentiable everywhere."""
-    return _plain_squared_norm(x, axis) if torch.compiler.is_compiling() else _SquaredNorm.apply(x, axis)
+    return _plain_squared_norm(x, axis) if is_traced() else _SquaredNorm.apply(x, axis)
 
 
 def divisor(squares: Tensor, constant: bool, strength: float | Tensor, gain: float | Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def vanishes(length: Tensor, strength: float, gain: float) -> Tensor:
 def divide(y: Tensor, d: Tensor, *, in_place: bool = False) -> Tensor:
     """y/d in fp32 or y's wider type, rounded to y's dtype, laid out as y. `in_place`: y may be overwritten."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    if in_place and y.dtype == wide and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+    if in_place and y.dtype == wide and not (is_traced() or torch.is_grad_enabled()):
         return y.div_(d.to(wide))
     quotient = (y / d.to(wide)).to(y.dtype)
     return quotient if quotient.stride() == y.stride() else torch.empty_like(y).copy_(quotient)

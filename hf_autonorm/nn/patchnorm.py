@@ -12,6 +12,7 @@ from ..config import CORRECTIONS
 from ..errors import ConfigError, UnsupportedError, nearest
 from .affine import Correction, has_bias, is_plain
 from .lengths import divide, divisor, squared_norm
+from .wrapper import without_autocast
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -48,7 +49,7 @@ class PatchNorm(Correction):
     def _correct(self, x: Tensor, original: Any, strength: float | Tensor, gain: float | Tensor) -> Tensor:
         biased = has_bias(self.original)
         constant = self.form == "affine_like" and biased
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             squares = self._squares(x)
             d = divisor(squares, constant, strength, gain)
         if constant or not biased:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,10 +57,26 @@ def ordinary(x: Tensor) -> bool:
 
     Not so where code is traced or transformed (`torch.func`, forward mode), or a global hook is to see each module.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if is_traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or x.is_meta:
         return False
     hooks = (t for name, t in vars(torch_module).items() if name.startswith("_global_") and name.endswith("_hooks"))
     return type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not any(hooks)
+
+
+def is_traced() -> bool:
+    """Whether a compiler, `torch.export` or `torch.jit.trace` looks on: they want plain operations."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def unhooked(module: nn.Module) -> bool:
+    """Whether calling `module` runs its class's forward, and no hook sees what it computes."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and "forward" not in module.__dict__
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off for x's device; the meta device knows none."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class Fp32Buffers(nn.Module):
