@@ -336,10 +336,10 @@ def _differentiable(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights = one_hot(soft) + (soft - soft.detach()) if draw.hard else soft
     keep, move = (None, None) if weights is None else _portions(weights, ctx.strength)
     y = mix_forward(*[rows, keep, move, *mix, ctx.form])[0]
-    found = (None,) * len(wanted)
+    grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if y.requires_grad:  # not so where nothing but a frozen selector learns
-        found = torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True)
-    found = iter(found)
-    found = [next(found) if t is not None and t.requires_grad else None for t in inputs]
+        grads = torch.autograd.grad(y, wanted, grad.reshape(y.shape), create_graph=True, allow_unused=True)
+    left = iter(grads)
+    found = [next(left) if t is not None and t.requires_grad else None for t in inputs]
     zero = draw.frozen and selector[0] is not None
     return tuple(found[:8]) + tuple(torch.zeros_like(p) if zero else d for p, d in zip(selector, found[8:]))
