@@ -30,19 +30,30 @@ _TIMING = ("runtime", "per_second", "epoch", "step", "total_flos", "memory")
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     """Writes the page of the run in `folder` to `output` (default: `folder/report.html`); returns its path.
 
-    Raises ConfigError where the folder holds neither results nor a trainer state, or a file of it is no JSON.
+    Raises ConfigError where the folder holds neither results nor a trainer state, a file of it is no JSON or tells
+    other things than those programs write, or `output` is a folder.
     """
     from jinja2 import Environment
 
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
-    facts = collect(folder)
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; give the name of a file for the page")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": _number, "signed": lambda value: f"{value:+.4g}"}
     template = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))
+    try:
+        page = template.render(collect(folder))
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a file in {folder} (results.json, trainer_state.json, config.json, diagnosis.json) is not as "
+            f"training/train.py, Trainer or `hf-autonorm diagnose` writes it: {type(error).__name__}: {error}"
+        ) from error
     output.parent.mkdir(parents=True, exist_ok=True)
     half_written = output.with_name(output.name + ".tmp")
-    half_written.write_text(template.render(facts), encoding="utf-8")
+    half_written.write_text(page, encoding="utf-8")
     os.replace(half_written, output)
     return output
 
@@ -58,7 +69,7 @@ def collect(folder: Path) -> dict[str, Any]:
             f"{folder} holds neither results.json nor a trainer_state.json (its own or a checkpoint's): give the "
             "output_dir of a run of training/train.py or of any Trainer"
         )
-    if results is not None and "metrics" not in results:
+    if results is not None and not (isinstance(results, dict) and isinstance(results.get("metrics"), dict)):
         raise ConfigError(f"{folder / 'results.json'} has no metrics: it was not written by training/train.py")
     results, state = results or {}, state or {}
     watcher = _watcher(state)

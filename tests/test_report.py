@@ -275,3 +275,33 @@ def test_screenshots_show_the_charts(browser, tmp_path):
         colours = dict((colour, count) for count, colour in image.getcolors(1 << 24))
         for colour in ((0, 0x72, 0xB2), (0xE6, 0x9F, 0)):
             assert colours.get(colour, 0) > 500, (page, colour)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("results.json", "metrics"),
+        ("results.json", {"metrics": None}),
+        ("results.json", {"metrics": {"accuracy": 0.5}}),
+        ("results.json", {"metrics": {}, "freeze_decision": {"frozen": []}}),
+        ("results.json", {"metrics": {}, "gate_history": [{"epoch": 1, "step": 1, "layers": {}}]}),
+        ("trainer_state.json", {"log_history": None}),
+        ("trainer_state.json", {"stateful_callbacks": {"GateFreezeCallback": []}}),
+        ("config.json", {"quantization_config": {"quant_method": "autonorm", "patches": [{"modules": ["a"]}]}}),
+        ("diagnosis.json", ["layer"]),
+    ],
+)
+def test_files_of_another_shape_are_a_clear_error_and_nothing_is_written(name, content, tmp_path):
+    run = made_run(tmp_path)
+    (run / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"results\.json"):
+        write_report(run)
+    assert not list(run.glob("report.html*"))
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path):
+    run = made_run(tmp_path)
+    (run / "report.html").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        write_report(run)
+    assert not list(run.glob("*.tmp"))
