@@ -20,8 +20,8 @@ from torch import nn
 
 from hf_autonorm.nn import AffineLike, AutoNorm, PatchNorm
 
-from .layers import compiled, frozen
-from .peers import DyT, NaiveAutoNorm, liger
+from .layers import frozen, peers
+from .peers import liger
 from .report import table
 from .timing import Section, forward_backward, with_fused
 
@@ -31,11 +31,7 @@ SHAPES = {"bf16": (torch.bfloat16, 16384, 4096), "fp32": (torch.float32, 16384, 
 def candidates(width: int) -> dict[str, tuple[nn.Module, str]]:
     found = {
         "F.layer_norm": (nn.LayerNorm(width), "0"),
-        "RMSNorm": (nn.RMSNorm(width), "0"),
-        "DyT": (DyT(width), "0"),
-        "DyT, compiled": (compiled(DyT(width)), "0"),
-        "naive AutoNorm": (NaiveAutoNorm(width), "0"),
-        "naive AutoNorm, compiled": (compiled(NaiveAutoNorm(width)), "0"),
+        **peers(width),
         "AutoNorm, eager": (AutoNorm(nn.LayerNorm(width)), "0"),
         "AutoNorm, fused": (AutoNorm(nn.LayerNorm(width)), "1"),
         "AutoNorm, frozen, fused": (frozen(AutoNorm(nn.LayerNorm(width))), "1"),

@@ -30,15 +30,22 @@ def compiled(layer: nn.Module) -> nn.Module:
     return torch.compile(layer, fullgraph=True, dynamic=False)
 
 
-def candidates(width: int) -> dict[str, tuple[nn.Module, str]]:
-    """(layer in training mode, whether hf_autonorm's own compiled code is on) by name."""
-    found = {
-        "LayerNorm": (nn.LayerNorm(width), "0"),
+def peers(width: int) -> dict[str, tuple[nn.Module, str]]:
+    """As `candidates`: what is measured beside our own, but for LayerNorm."""
+    return {
         "RMSNorm": (nn.RMSNorm(width), "0"),
         "DyT": (DyT(width), "0"),
         "DyT, compiled": (compiled(DyT(width)), "0"),
         "naive AutoNorm": (NaiveAutoNorm(width), "0"),
         "naive AutoNorm, compiled": (compiled(NaiveAutoNorm(width)), "0"),
+    }
+
+
+def candidates(width: int) -> dict[str, tuple[nn.Module, str]]:
+    """(layer in training mode, whether hf_autonorm's own compiled code is on) by name."""
+    found = {
+        "LayerNorm": (nn.LayerNorm(width), "0"),
+        **peers(width),
         "AutoNorm, strength 0": (AutoNorm(nn.LayerNorm(width), strength=0.0), "0"),
     }
     for name, make in OURS.items():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from training.estimates import Estimate, estimate
+from training.records import read_records
 
 # The measure a comparison is about: the first of these that a task reports. True: more is better.
 MEASURES = {"accuracy": True, "rmse": False, "mae": False, "loss": False}
@@ -81,8 +82,7 @@ def publish(runs: Path, folder: Path) -> Path:
     The best run is the patched one with the best score on the validation split, so that its test score, which the
     card gives, was not looked at. Returns the report's path.
     """
-    text = (runs / "runs.jsonl").read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines()]
+    records = read_records(runs / "runs.jsonl")
     measure = measure_of(records)
     patched = [record for record in records if record["variant"] != "ln"]
     card = None
@@ -93,7 +93,7 @@ def publish(runs: Path, folder: Path) -> Path:
         if not card.is_file():
             raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [without_folders(line) for line in text.splitlines()]
+    lines = [without_folders(json.dumps(record)) for record in records]
     (folder / "runs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if card:
         (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
@@ -159,11 +159,13 @@ def entropy_of(entry: dict) -> float:
     return mean(layer["entropy"] for layer in entry["layers"].values())
 
 
-def norm_weights(found: list[list[dict]]) -> tuple[float, float]:
-    """Mean weight of the original norm in the first and in the last third of the layers, at the end of training."""
+def gate_means(found: list[list[dict]]) -> tuple[float, float, float, float]:
+    """Over layers and seeds: the entropy after the first epoch and the last, and at the end of training the weight of
+    the original norm in the first third of the layers and the last."""
+    first, last = (mean(entropy_of(history[index]) for history in found) for index in (0, -1))
     weights = [[layer["weights"][0] for layer in history[-1]["layers"].values()] for history in found]
     third = max(1, len(weights[0]) // 3)
-    return mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
+    return first, last, mean(mean(w[:third]) for w in weights), mean(mean(w[-third:]) for w in weights)
 
 
 def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list[str]:
@@ -177,8 +179,7 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
     )
     lines = [f"| {' | '.join(titles)} |", "|---|---:|---:|---:|---:|---|"]
     for variant, found in gated.items():
-        first, last = (mean(entropy_of(history[index]) for history in found) for index in (0, -1))
-        early, late = norm_weights(found)
+        first, last, early, late = gate_means(found)
         decisions = [r["freeze_decision"] for r in records if r["variant"] == variant and r["freeze_decision"]]
         said = ", ".join(
             dict.fromkeys(f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g}" for d in decisions)

@@ -8,11 +8,10 @@ Reads the `runs.jsonl` that `compare.py --report` publishes, and nothing else.
 import math
 import sys
 from pathlib import Path
-from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, wherever this is started
 
-from training.comparison import MEASURES, entropy_of, histories, measure_of, norm_weights, rows_of
+from training.comparison import MEASURES, gate_means, histories, measure_of, rows_of
 from training.records import read_records
 
 SIGNIFICANT = 0.05
@@ -54,8 +53,7 @@ def gates_table(runs: dict[str, list[dict]]) -> list[str]:
     ]
     for name, records in runs.items():
         for variant, found in histories(records).items():
-            first, last = (mean(entropy_of(history[index]) for history in found) for index in (0, -1))
-            early, late = norm_weights(found)
+            first, last, early, late = gate_means(found)
             lines.append(f"| {name} | `{variant}` | {first:.3f}, {last:.3f} | {early:.3f}, {late:.3f} |")
     return lines
 

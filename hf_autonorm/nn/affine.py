@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .affine_function import CorrectedLinear
 from .lengths import divide, divisor, squared_norm
-from .wrapper import Wrapper, ordinary, unhooked
+from .wrapper import Wrapper, ordinary, own_parameter, unhooked
 
 
 def has_bias(module: nn.Module) -> bool:
@@ -130,7 +130,7 @@ class AffineLike(Correction):
         if x.device.type == "mps" or (x.dtype == torch.float16 and not constant):
             return False
         own = [p for p in (linear.weight, linear.bias) if p is not None]
-        same = all(type(p) in (Tensor, nn.Parameter) and p.dtype == x.dtype and p.device == x.device for p in own)
+        same = all(p.dtype == x.dtype and own_parameter(p, x) for p in own)
         return same and x.dim() > 0 and x.shape[-1] == linear.weight.shape[-1]
 
 

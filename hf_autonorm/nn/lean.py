@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .branches import BRANCHES, Branch
 from .functional import CURVES, Draw, Form, MixFunction
 from .fused import as_one_function, choose_engine
 from .selector import gumbel_like
 from .traits import lay_out
-from .wrapper import ordinary, unhooked
+from .wrapper import ordinary, own_parameter, unhooked
 
 if TYPE_CHECKING:
     from .autonorm import AutoNorm
@@ -38,7 +38,7 @@ def lean_forward(layer: AutoNorm, x: Tensor, argument: str | None) -> Tensor | N
             return None
         # Attributes: in a replica of nn.DataParallel and under FSDP they are no parameters.
         own = tuple(None if name is None else getattr(layer.original, name) for name in (known.weight, known.bias))
-        if any(p is not None and (p.dtype != x.dtype or not _is_plain(p, x)) for p in own):
+        if any(p is not None and (p.dtype != x.dtype or not own_parameter(p, x)) for p in own):
             return None
         form = Form(layer.branch_names[0], known.centered, float(getattr(layer.original, known.eps)), known.offset)
     elif x.numel() == 0 or layer._output_dtype(x, layer.original) != x.dtype:
@@ -94,9 +94,5 @@ def _plain(layer: AutoNorm, branch: Branch, x: Tensor) -> bool:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return False
     return all(unhooked(m) for m in (layer.bias_gate, branch)) and all(
-        _is_plain(p, x) for m in (layer.bias_gate, branch) for p in m._parameters.values() if p is not None
+        own_parameter(p, x) for m in (layer.bias_gate, branch) for p in m._parameters.values() if p is not None
     )
-
-
-def _is_plain(p: Tensor, x: Tensor) -> bool:
-    return type(p) in (Tensor, nn.Parameter) and p.device == x.device

@@ -63,6 +63,11 @@ def ordinary(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not any(hooks)
 
 
+def own_parameter(p: Tensor, x: Tensor) -> bool:
+    """Whether p is a plain tensor (not quantised, cut up, …) where x is."""
+    return type(p) in (Tensor, nn.Parameter) and p.device == x.device
+
+
 def is_traced() -> bool:
     """Whether a compiler, `torch.export` or `torch.jit.trace` looks on: they want plain operations."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
