@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
-from hf_autonorm import GateConfig, GateFreezeCallback, StrengthRampCallback, patch, set_strength
+from hf_autonorm import GateConfig, GateFreezeCallback, StationarityCallback, StrengthRampCallback, patch, set_strength
 from hf_autonorm.errors import AutoNormError, ConfigError, NotPatchedError
 from hf_autonorm.nn import AutoNorm
 from tests.models import bert, gpt2, perturb_norms, same_bits
@@ -177,6 +177,31 @@ def test_logs_hold_entropy_weight_and_share(tmp_path):
 
 
 # --- the clock -------------------------------------------------------------------------------------------------------
+
+
+def test_trackers_see_what_is_logged_beside_the_loss_and_every_callback_is_called_once(tmp_path):
+    """Trainer's own trackers come before the callbacks it is given, as `first` does here."""
+
+    class Tracker(tf.TrainerCallback):
+        def __init__(self):
+            self.begun, self.seen = 0, []
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begun += 1
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.seen.append(dict(logs))
+
+    first, last = Tracker(), Tracker()
+    own = [GateFreezeCallback(1), StrengthRampCallback(), StationarityCallback(every=1)]
+    run = trainer(tmp_path, [first, *own, last], model=set_strength(make(), 0.0))
+    run.train()
+    order = run.callback_handler.callbacks
+    assert order.index(first) < order.index(last) and [c for c in order if c in own] == own
+    for tracker in (first, last):
+        assert tracker.begun == 1 and len(tracker.seen) == 7  # six steps and the summary
+        assert all({"gate_entropy", "gates_frozen", "strength"} <= logs.keys() for logs in tracker.seen[:6])
+        assert any("norm_input_drift" in logs for logs in tracker.seen)
 
 
 def test_freeze_step_counts_optimizer_steps_not_micro_batches(tmp_path):

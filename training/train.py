@@ -52,7 +52,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, wherever this is started
 
-from transformers import DefaultFlowCallback, Trainer, enable_full_determinism, set_seed
+from transformers import Trainer, enable_full_determinism, set_seed
 
 from hf_autonorm import GateFreezeCallback, ModelCardCallback, StationarityCallback, save_pretrained
 from hf_autonorm.hub.facts import without_secrets
@@ -113,9 +113,6 @@ def main(argv: list[str] | None = None) -> dict:
         compute_loss_func=task.compute_loss,
         callbacks=[*callbacks, card],
     )
-    # Trainer tells its trackers (`report_to`) of a log before our callbacks have put the gates into it.
-    ranks = {DefaultFlowCallback: 0} | {type(callback): 1 for callback in callbacks}
-    trainer.callback_handler.callbacks.sort(key=lambda callback: ranks.get(type(callback), 2))
     if with_ema and trainer.is_fsdp_enabled:
         raise ValueError("ema_decay averages whole weights; FSDP gives each process a part of them. Use DDP.")
     if "ACCELERATE_USE_FSDP" in os.environ and not trainer.is_fsdp_enabled:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..callbacks import GateFreezeCallback, add_to_logs
+from ..callbacks import GateFreezeCallback, LogsBesideLoss, add_to_logs
 from ..config import in_range
 from ..errors import ConfigError, UnsupportedError
 from ..nn.autonorm import autonorms
@@ -54,7 +54,7 @@ class StationarityReport(AsTable):
         return table
 
 
-class StationarityCallback(TrainerCallback):
+class StationarityCallback(LogsBesideLoss):
     """Watches the inputs of every norm, patched or not, from epoch to epoch.
 
     The drift of a norm between two epochs is the distance of its input's channel means and standard deviations,
@@ -92,6 +92,7 @@ class StationarityCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         self._remove()
         self._reset()
         norms = list(norms_of(kwargs["model"]))

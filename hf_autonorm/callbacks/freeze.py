@@ -1,4 +1,4 @@
-"""Callbacks for any `transformers.Trainer`: freezing the gates (AutoNorm-S), walking a model to full strength."""
+"""AutoNorm-S: the gates are watched, and frozen by a rule."""
 
 from __future__ import annotations
 
@@ -7,46 +7,21 @@ import warnings
 from typing import Any
 
 import torch
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from .config import in_range
-from .decision import describe
-from .errors import ConfigError, NotPatchedError
-from .nn.autonorm import AutoNorm, autonorms
-from .patching.record import wrappers
-from .patching.surgery import set_strength
+from ..config import in_range
+from ..decision import describe
+from ..errors import ConfigError, NotPatchedError
+from ..nn.autonorm import AutoNorm, autonorms
+from ..patching.record import wrappers
+from .base import NOT_PATCHED, Resumable, add_to_logs, require_in_optimizer
 
 RULES = ("paper", "always", "never", "converged")
 SCOPES = ("model", "layer")
 
 
-class _Resumable(TrainerCallback, ExportableState):
-    """A callback whose constructor arguments and running state travel in `trainer_state.json`.
-
-    Trainer writes the state, but gives it back only if asked to; so it is read here when a run resumes.
-    """
-
-    _attributes: tuple[str, ...] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def state(self) -> dict[str, Any]:
-        return {"args": self.arguments(), "attributes": {name: getattr(self, name) for name in self._attributes}}
-
-    def restore(self, state: TrainerState) -> bool:
-        """Takes over what a checkpoint of this callback saved; whether there was one."""
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step > 0 else None
-        for entry in saved if isinstance(saved, list) else [saved] if saved else []:
-            if entry["args"] == self.arguments():
-                for name in self._attributes:
-                    setattr(self, name, entry["attributes"][name])
-                return True
-        return False
-
-
-class GateFreezeCallback(_Resumable):
+class GateFreezeCallback(Resumable):
     """AutoNorm-S: at the end of an epoch, decides by the gates' entropy whether to freeze them (arXiv 2607.10593).
 
     Logs `gate_entropy` (nats, mean over layers and tokens), `gate_entropy_normalized` (over log(K+1)),
@@ -141,8 +116,9 @@ class GateFreezeCallback(_Resumable):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         layers = _learning_gates(kwargs["model"])
-        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
+        require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
         if not any(p.requires_grad for _, layer in layers for p in layer.bias_gate.parameters()):
             warnings.warn(
                 "GateFreezeCallback: no gate is trainable, so freezing changes nothing. LoRA freezes what it does not "
@@ -299,102 +275,6 @@ class GateFreezeCallback(_Resumable):
         return describe(self.decision)
 
 
-class StrengthRampCallback(_Resumable):
-    """Walks the strength λ linearly from its present value to `end` over the share `ratio` of the optimizer steps.
-
-    Args:
-        end: the strength at the end, in [0, 1].
-        ratio: share of all steps after which it is reached, in (0, 1].
-    """
-
-    _attributes = ("start",)
-
-    def __init__(self, end: float = 1.0, ratio: float = 0.6) -> None:
-        in_range("end", end, 0.0, 1.0)
-        in_range("ratio", ratio, 0.0, 1.0)
-        if ratio == 0:
-            raise ConfigError("ratio=0 is no ramp; to change the strength at once call set_strength(model, …)")
-        self.end, self.ratio = end, ratio
-        self.start: float | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        return {"end": self.end, "ratio": self.ratio}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        found = wrappers(kwargs["model"])
-        if not found:
-            raise NotPatchedError(_NOT_PATCHED)
-        _require_in_optimizer(kwargs["model"], kwargs.get("optimizer"))
-        added = [p for _, wrapper in found for p in wrapper.new_parameters()]
-        if added and not any(p.requires_grad for p in added):
-            warnings.warn(
-                "StrengthRampCallback: no parameter of the patch is trainable, so what the ramp brings in does not "
-                "learn. LoRA freezes what it does not adapt: name the norms in its modules_to_save",
-                stacklevel=2,
-            )
-        self.start = None
-        if not self.restore(state) or self.start is None:
-            self.start = found[0][1].scalar("strength")
-            if self.start == self.end:
-                warnings.warn(
-                    f"StrengthRampCallback: the strength is {self.end:g} already, so there is nothing to ramp; begin "
-                    f"elsewhere: patch(model, strength={0.0 if self.end else 1.0}) or set_strength(model, …)",
-                    stacklevel=2,
-                )
-        self._set(state, kwargs["model"])
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._set(state, kwargs["model"])
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs and "loss" in logs:
-            add_to_logs(state, logs, {"strength": self._strength(state)})
-
-    def _strength(self, state: TrainerState) -> float:
-        share = min(1.0, state.global_step / max(1.0, self.ratio * state.max_steps))
-        return self.end if share == 1 else self.start + (self.end - self.start) * share
-
-    def _set(self, state: TrainerState, model: torch.nn.Module) -> None:
-        set_strength(model, self._strength(state))
-
-
-_NOT_PATCHED = (
-    "the model that Trainer trains holds no patched layer. With model_init, patch inside it: "
-    "Trainer(model_init=lambda: patch(make_model()))"
-)
-
-
-def _require_in_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Raises ConfigError where the optimizer holds the model's parameters, but none that the patch added."""
-    if optimizer is None:
-        return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    added = [p for _, wrapper in wrappers(model) for p in wrapper.new_parameters() if p.requires_grad]
-    if added and any(id(p) in held for p in model.parameters()) and not any(id(p) in held for p in added):
-        raise ConfigError(
-            f"the optimizer holds none of the {len(added)} trainable parameters that the patch added: was it made "
-            "before patch? Make it (or the Trainer) after it; to keep them as they are, set requires_grad to False"
-        )
-
-
-def add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
-    """Beside the loss, and in the history: Trainer has copied the logs there before the callbacks run."""
-    logs.update(values)
-    if state.log_history and state.log_history[-1].get("step") == state.global_step:
-        state.log_history[-1].update(values)
-
-
 def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
     # PEFT's `modules_to_save` keeps the unadapted norm beside the one that runs and learns.
     layers = [
@@ -413,7 +293,7 @@ def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
         raise NotPatchedError(
             "the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out"
         )
-    raise NotPatchedError(_NOT_PATCHED)
+    raise NotPatchedError(NOT_PATCHED)
 
 
 def _padded(statistics: torch.Tensor, layers: list[tuple[str, AutoNorm]]) -> torch.Tensor:
