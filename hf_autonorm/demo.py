@@ -207,15 +207,15 @@ def _results_table(accuracies: dict[str, float], seconds: dict[str, float], mode
 
 
 def _verdict(layer_norm: list[bool], autonorm: list[bool], scale: Scale) -> str:
-    """Who is ahead, and what that is worth: a 95 % interval of the paired difference."""
+    """Who is ahead, if a 95 % interval of the paired difference says that anybody is."""
     count = len(autonorm)
     difference = (sum(autonorm) - sum(layer_norm)) / count
     disagree = sum(a != b for a, b in zip(autonorm, layer_norm))
     interval = 1.96 * (disagree - count * difference**2) ** 0.5 / count
-    ahead = "AutoNorm-S is ahead" if difference > 0 else "LayerNorm is ahead" if difference < 0 else "They are level"
-    size = "within" if abs(difference) <= interval else "beyond"
+    sure = abs(difference) > interval
+    verdict = ("AutoNorm-S is ahead" if difference > 0 else "LayerNorm is ahead") if sure else "No difference is shown"
     return (
-        f"{ahead}: AutoNorm-S − LayerNorm = {difference:+.4f}, {size} the ±{interval:.4f} of a paired 95 % interval "
+        f"{verdict}: AutoNorm-S − LayerNorm = {difference:+.4f}, paired 95 % interval ±{interval:.4f} "
         f"({count} test words, {disagree} judged differently). One seed ({SEED}), {scale.train_words} training words, "
         f"{scale.epochs} epochs: an example, not a finding."
     )
