@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..config import GateConfig, PatchConfig
+from ..patching.build import describe
 from ..patching.record import patch_entries, wrappers
-from ..patching.surgery import _describe
 
 
 @dataclass
@@ -47,7 +47,7 @@ def patched_groups(model: nn.Module) -> list[dict[str, Any]]:
         row = {
             "modules": pattern(name.replace("._orig_mod", "")),
             "original": type(wrapper.original).__name__,
-            "now": _describe(wrapper),
+            "now": describe(wrapper),
         }
         group = groups.setdefault(tuple(row.values()), {**row, "count": 0, "parameters": 0})
         group["count"] += 1

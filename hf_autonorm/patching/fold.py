@@ -15,8 +15,8 @@ from ..nn.autonorm import AutoNorm, autonorms
 from ..nn.wrapper import outside_inference_mode
 from .batches import as_batches, forward
 from .calibrate import undisturbed
+from .masks import connect_masks
 from .record import update_record, wrappers
-from .surgery import _connect_masks, _swap
 from .survey import Survey
 
 
@@ -55,8 +55,8 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
                 _keep_branch(wrapper, weights.index(max(weights[1:])) - 1)
     if undecided:
         warnings.warn(f"{undecided} gates depend on their input; fold(model, batches) judges them too", stacklevel=3)
-    model = _swap(Survey(model), model, swaps)
-    _connect_masks(model)
+    model = Survey(model).swap(swaps)
+    connect_masks(model)
     update_record(model)
     return model
 

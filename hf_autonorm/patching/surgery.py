@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +12,12 @@ from torch import nn
 
 from ..config import PatchConfig, in_range
 from ..errors import ConfigError, NoMatchError, NotPatchedError, UnsupportedError
-from ..nn.affine import AffineLike, Correction, NormLike
-from ..nn.autonorm import AutoNorm, MaskHolder
 from ..nn.branches import BRANCHES
-from ..nn.offload import execution_device
-from ..nn.patchnorm import PatchNorm
-from ..nn.wrapper import Wrapper, outside_inference_mode
+from ..nn.wrapper import outside_inference_mode
 from ..tables import AsTable
-from .record import require_module, update_record, watch, wrappers
+from .build import build, describe
+from .masks import connect_masks
+from .record import require_module, update_record, wrappers
 from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
@@ -107,8 +103,8 @@ def plan(
         added, new_class = 0, None
         if target.reason is None:
             with torch.device("meta"):
-                wrapper = _build(survey, target, config, device=torch.device("meta"))
-            added, new_class = sum(p.numel() for p in wrapper.new_parameters()), _describe(wrapper)
+                wrapper = build(survey, target, config, device=torch.device("meta"))
+            added, new_class = sum(p.numel() for p in wrapper.new_parameters()), describe(wrapper)
         rows.append(PlanRow(target.name, type(target.module).__name__, new_class, added, target.reason))
     return rows
 
@@ -176,18 +172,18 @@ def patch(
             "or save after merge_and_unload()",
             stacklevel=3,
         )
-    built = [(target, _build(survey, target, config)) for target in wanted]
-    result = _swap(survey, model, {id(target.module): wrapper for target, wrapper in built})
+    built = [(target, build(survey, target, config)) for target in wanted]
+    result = survey.swap({id(target.module): wrapper for target, wrapper in built})
     try:
-        _connect_masks(result)
+        connect_masks(result)
         update_record(result)
         if calibrate is not None:
             from .calibrate import calibrate as fit
 
             fit(result, calibrate)
     except BaseException:  # nothing half-patched, an interrupt included
-        _swap(Survey(result), result, {id(wrapper): wrapper.original for _, wrapper in built})
-        _connect_masks(model)
+        Survey(result).swap({id(wrapper): wrapper.original for _, wrapper in built})
+        connect_masks(model)
         update_record(model)
         raise
     return result
@@ -202,21 +198,22 @@ def unpatch(model: nn.Module) -> nn.Module:
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; there is nothing to undo")
     while found:  # a wrapper may sit inside another
-        model = _swap(Survey(model), model, {id(w): w.original for _, w in found})
+        model = Survey(model).swap({id(w): w.original for _, w in found})
         found = wrappers(model)
-    _connect_masks(model)
+    connect_masks(model)
     update_record(model)
     return model
 
 
-def set_strength(model: nn.Module, strength: float) -> None:
-    """Sets λ of every wrapper: 0 is the original bit for bit, 1 the paper's formula."""
+def set_strength(model: nn.Module, strength: float) -> nn.Module:
+    """Sets λ of every wrapper: 0 is the original bit for bit, 1 the paper's formula. Returns the model."""
     in_range("strength", strength, 0.0, 1.0)
     found = wrappers(model)
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; call patch(model) first")
     for _, wrapper in found:
         wrapper.set_scalar("strength", strength)
+    return model
 
 
 def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> nn.Module:
@@ -231,9 +228,9 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
         }
         for name in names:
             target = candidates[name]
-            swaps[id(target.module)] = _build(survey, target, config)
-    model = _swap(survey, model, swaps)
-    _connect_masks(model)
+            swaps[id(target.module)] = build(survey, target, config)
+    model = survey.swap(swaps)
+    connect_masks(model)
     return model
 
 
@@ -294,106 +291,6 @@ def _nothing_to_patch(config: PatchConfig, targets: list[Target]) -> str:
     reasons = "; ".join(sorted({t.reason for t in targets if t.reason}))
     found = f"found {len(targets)} candidate{'s' * (len(targets) > 1)}, all left alone: {reasons}"
     return f"{rules}: nothing to patch, {found}. plan(model) lists them"
-
-
-def _build(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None = None) -> Wrapper:
-    """The wrapper for one target; reads the model, changes nothing."""
-    wrapper = (
-        _build_correction(target, config) if target.kind != "norm" else _build_norm(survey, target, config, device)
-    )
-    wrapper.patch_config = config
-    wrapper.register_state_dict_pre_hook(watch)
-    return wrapper
-
-
-def _build_norm(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None) -> AutoNorm:
-    near_device, near_dtype = _placement(survey, target)
-    # One number of 32 bits: torch's CPU generator reads no more.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {target.name}".encode()))
-    return AutoNorm(
-        target.module,
-        config.norm_branches(),
-        config.norm_gate(),
-        strength=config.strength,
-        alpha=config.dyt_alpha,
-        traits=target.traits,
-        generator=generator,
-        fused=config.fused,
-        device=device or near_device,
-        dtype=near_dtype,
-    )
-
-
-def _build_correction(target: Target, config: PatchConfig) -> Correction:
-    if target.kind == "conv":
-        return PatchNorm(target.module, config.conv, strength=config.strength)
-    layer = AffineLike if config.linear == "affine_like" else NormLike
-    return layer(target.module, strength=config.strength)
-
-
-def _placement(survey: Survey, target: Target) -> tuple[torch.device | None, torch.dtype | None]:
-    """Device and dtype for the new parameters: the norm's own, else those of the nearest parameters around it."""
-    around = [target.module, *(ancestor for ancestor, _ in survey.ancestors(target.name))]
-    for module in around:
-        for p in module.parameters():
-            if p.is_floating_point() and p.dtype.itemsize >= 2:
-                return execution_device(target.module) or p.device, p.dtype
-    return None, None
-
-
-def _swap(survey: Survey, model: nn.Module, swaps: dict[int, nn.Module]) -> nn.Module:
-    """Puts the new modules in all places of the old ones, keeping order and sharing; returns the (new) root."""
-    for key, new in swaps.items():
-        for parent, attribute in survey.parents.get(key, []):
-            parent._modules[attribute] = new
-    return swaps.get(id(model), model)
-
-
-def _connect_masks(model: nn.Module) -> None:
-    """Gives every layer that pools a sequence the attention mask of the model it sits in; takes stale hooks away.
-
-    The hooks go on each model that is called on its own (a `PreTrainedModel`, or the root), which knows the mask.
-    """
-    for module in model.modules():
-        stale = [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MaskHook)]
-        for key in stale:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    pooling = [m for _, m in wrappers(model) if isinstance(m, AutoNorm) and m.pools_sequence]
-    if not pooling:
-        return
-    holder = MaskHolder()
-    for layer in pooling:
-        layer.mask_holder = holder
-    for module in model.modules():
-        if module is model or (hasattr(module, "config") and hasattr(module, "base_model_prefix")):
-            if any(isinstance(m, AutoNorm) and m.pools_sequence for m in module.modules()):
-                module.register_forward_pre_hook(MaskHook(holder), with_kwargs=True)
-
-
-class MaskHook:
-    """The pre-hook that fills a MaskHolder from `attention_mask`, passed by name or by position."""
-
-    def __init__(self, holder: MaskHolder) -> None:
-        self.holder = holder
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and len(args) > 1:
-            names = list(inspect.signature(module.forward).parameters)
-            if "attention_mask" in names and names.index("attention_mask") < len(args):
-                mask = args[names.index("attention_mask")]
-        self.holder.fill(mask)
-
-
-def _describe(wrapper: Wrapper) -> str:
-    if isinstance(wrapper, AutoNorm):
-        if wrapper.replaces:
-            return wrapper.branch_names[0]
-        return f"AutoNorm({type(wrapper.original).__name__} | {' | '.join(wrapper.branch_names)})"
-    if isinstance(wrapper, PatchNorm):
-        return f"PatchNorm({wrapper.form})"
-    return type(wrapper).__name__
 
 
 __all__ = ["Plan", "PlanRow", "patch", "plan", "rebuild", "resolve_config", "set_strength", "unpatch"]

@@ -59,6 +59,13 @@ class Survey:
         for split in range(len(parts) - 1, -1, -1):
             yield self.dotted[".".join(parts[:split])], tuple(parts[split:])
 
+    def swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
+        """Puts new modules, by the id of the old, in all places of the old ones; returns the (new) root."""
+        for key, new in swaps.items():
+            for parent, attribute in self.parents.get(key, []):
+                parent._modules[attribute] = new
+        return swaps.get(id(self.model), self.model)
+
     def shares_parameters(self, module: nn.Module) -> bool:
         """Whether another module object holds one of this one's parameters (tied weights)."""
         return any(len(self._tied[id(p)]) > 1 for p in module._parameters.values() if p is not None)
