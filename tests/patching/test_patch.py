@@ -108,7 +108,7 @@ def test_strength_zero_is_the_original_bit_for_bit(family):
         assert set(expected_gradients) <= set(gradients)
         for name, gradient in expected_gradients.items():
             assert same_bits(gradients[name], gradient), name
-    set_strength(model, 1.0)
+    assert set_strength(model, 1.0) is model  # as the other verbs return it
     assert not all(same_bits(a, b) for a, b in zip(outputs_and_gradients(model, inputs, False)[0], expected))
 
 
