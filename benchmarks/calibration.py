@@ -48,25 +48,25 @@ def sentences(data_dir: str | None, split: str, count: int, seed: int) -> list[s
 
 
 def survival(
-    data_dir: str | None, texts: int, seed: int, names: list[str] | None = None
+    data_dir: str | None, texts: int, seed: int, names: list[str] | None = None, unseen: int = 512
 ) -> dict[str, dict[str, float]]:
-    """For each patch: mean cosine with the original at strength 0, at full strength, and calibrated."""
+    """For each patch: mean cosine with the original on `unseen` sentences, as patched and calibrated on `texts`."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(minilm())
     original = AutoModel.from_pretrained(minilm()).eval()
-    unseen = sentences(data_dir, "test" if data_dir else "validation", 512, seed)
-    reference = embed(original, tokenizer, unseen)
+    judged = sentences(data_dir, "test" if data_dir else "validation", unseen, seed)
+    reference = embed(original, tokenizer, judged)
     rows = {}
     for name in names or list(PATCHES):
         model = patch(AutoModel.from_pretrained(minilm()).eval(), **PATCHES[name])
 
         def cosine(model: nn.Module = model) -> float:
-            return (embed(model, tokenizer, unseen) * reference).sum(-1).mean().item()
+            return (embed(model, tokenizer, judged) * reference).sum(-1).mean().item()
 
         row = {"uncalibrated": cosine()}
         set_strength(model, 0.0)
-        row["bits that differ at strength 0"] = (embed(model, tokenizer, unseen) != reference).sum().item()
+        row["bits that differ at strength 0"] = (embed(model, tokenizer, judged) != reference).sum().item()
         set_strength(model, 1.0)
         start = time.perf_counter()
         calibrate(model, batched(tokenizer, sentences(data_dir, "train", texts, seed), 32))
