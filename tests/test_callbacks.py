@@ -204,6 +204,18 @@ def test_trackers_see_what_is_logged_beside_the_loss_and_every_callback_is_calle
         assert any("norm_input_drift" in logs for logs in tracker.seen)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("freeze", [{"freeze_epoch": 1}, {"freeze_epoch": 2}, {"freeze_step": 3}])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_run_too_short_for_a_decision_is_told_so_at_its_start(tmp_path, steps, freeze, accumulate):
+    callback = GateFreezeCallback(**freeze, rule="always")
+    run = trainer(tmp_path, [callback], max_steps=steps, gradient_accumulation_steps=accumulate)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.train()
+    assert (callback.decision is None) == any("no decision will fall" in str(w.message) for w in said)
+
+
 def test_freeze_step_counts_optimizer_steps_not_micro_batches(tmp_path):
     callback, watch = GateFreezeCallback(freeze_step=2, rule="always"), Watch()
     calls = []

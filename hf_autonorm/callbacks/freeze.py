@@ -129,7 +129,7 @@ class GateFreezeCallback(Resumable):
             raise ConfigError(
                 f"freeze_epoch={self.freeze_epoch}, but the training data has no length, so no epochs; use freeze_step"
             )
-        self._warn_if_too_late(state)
+        self._warn_if_too_late(args, state, kwargs.get("train_dataloader"))
         self._reset()
         resumed = self.restore(state)
         self._layers = layers
@@ -194,16 +194,17 @@ class GateFreezeCallback(Resumable):
         add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
         self._since_log, self._since_log_count = None, 0
 
-    def _warn_if_too_late(self, state: TrainerState) -> None:
-        planned = (
-            ("freeze_epoch", self.freeze_epoch, state.num_train_epochs, "epoch"),
-            ("freeze_step", self.freeze_step, state.max_steps, "step"),
-        )
-        for name, value, end, unit in planned:
+    def _warn_if_too_late(self, args: TrainingArguments, state: TrainerState, batches: Any) -> None:
+        last = {"step": float(state.max_steps)}
+        if _has_length(batches) and batches is not None and len(batches):
+            steps = -(-len(batches) // args.gradient_accumulation_steps)  # of one epoch
+            last["epoch"] = state.max_steps / steps  # Trainer's own count is rounded up
+        for unit, value in (("epoch", self.freeze_epoch), ("step", self.freeze_step)):
+            end = last.get(unit, 0.0)
             if value is not None and self.rule != "never" and 0 < end < value:
                 warnings.warn(
-                    f"GateFreezeCallback: {name}={value}, but the run ends with {unit} {end}: no decision will fall. "
-                    f"Give at most {end}, or rule='never' to log the gates alone",
+                    f"GateFreezeCallback: freeze_{unit}={value}, but the run ends with {unit} {end:.3g}: no decision "
+                    f"will fall. Give {_remedy(unit, end)}, or rule='never' to log the gates alone",
                     stacklevel=3,
                 )
 
@@ -294,6 +295,10 @@ def _learning_gates(model: torch.nn.Module) -> list[tuple[str, AutoNorm]]:
             "the model's gates are fixed or random: there is nothing to freeze, leave GateFreezeCallback out"
         )
     raise NotPatchedError(NOT_PATCHED)
+
+
+def _remedy(unit: str, end: float) -> str:
+    return f"at most {math.floor(end)}" if end >= 1 else "freeze_step instead"
 
 
 def _padded(statistics: torch.Tensor, layers: list[tuple[str, AutoNorm]]) -> torch.Tensor:

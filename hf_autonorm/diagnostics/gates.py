@@ -26,6 +26,7 @@ class GateRow:
     frozen: bool
     strength: float
     r2: dict[str, float] | None  # by branch name; None before calibration
+    learns: bool = True  # False: the weights are constants, as where a branch replaces the norm
 
 
 class Gates(AsTable, list):
@@ -36,16 +37,18 @@ class Gates(AsTable, list):
         from rich.table import Table
 
         names = list(dict.fromkeys(name for row in self for name in row.weights))
-        table = Table(title=f"{len(self)} gates")
+        count = sum(row.learns for row in self)
+        titles = [f"{count} gates"] if count else []
+        titles += [f"{len(self) - count} norms without a gate that learns"] if count < len(self) else []
+        table = Table(title=", ".join(titles))
         table.add_column("module")
         for column in (*(f"w({name})" for name in names), "entropy", "frozen", "strength", "R²"):
             table.add_column(column, justify="right")
         for row in self:
             weights = [f"{row.weights[n]:.4f}" if n in row.weights else "" for n in names]
             r2 = "" if row.r2 is None else " ".join(f"{value:.3f}" for value in row.r2.values())
-            table.add_row(
-                row.name, *weights, f"{row.entropy:.4f}", "yes" if row.frozen else "no", f"{row.strength:g}", r2
-            )
+            learned = [f"{row.entropy:.4f}", "yes" if row.frozen else "no"] if row.learns else ["", ""]
+            table.add_row(row.name or "(the model itself)", *weights, *learned, f"{row.strength:g}", r2)
         return table
 
     def plot(self, path: str | None = None):
@@ -56,10 +59,10 @@ class Gates(AsTable, list):
 
 
 def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
-    """Mean weights and entropy of every AutoNorm gate in `model`.
+    """Mean weights and entropy (in nats: −Σ w ln w) of every AutoNorm gate in `model`, at full strength.
 
     Without `batches`: of the last training forward (at the start: the initial ones). With them: over those batches,
-    in eval mode. Returns rows (name, weights, entropy, frozen, strength, r2).
+    in eval mode. Returns rows (name, weights, entropy, frozen, strength, r2, learns).
     """
     patched = wrappers(model)
     layers = autonorms(model)
@@ -80,10 +83,11 @@ def gates(model: nn.Module, batches: Iterable[Any] | None = None) -> Gates:
             GateRow(
                 name=name,
                 weights=dict(zip(("norm", *layer.branch_names), weights)),
-                entropy=entropy,
+                entropy=abs(entropy),  # rounding leaves -0.0
                 frozen=layer.scalar("frozen") > 0,
                 strength=layer.scalar("strength"),
                 r2=None if max(r2) > 1 else dict(zip(layer.branch_names, r2)),
+                learns=layer.bias_gate.learns,
             )
         )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -21,7 +22,7 @@ def plot_gates(rows: list[Any], path: str | None = None):
     top.legend(loc="lower left", fontsize="small")
     bottom.bar(range(len(rows)), [row.entropy for row in rows], width=0.85, color="0.5")
     bottom.set(ylabel="entropy (nats)", xlabel="layer, in the model's order")
-    bottom.set_xticks(range(len(rows)), [_short(row.name) for row in rows], rotation=90, fontsize=6)
+    bottom.set_xticks(range(len(rows)), _short([row.name for row in rows]), rotation=90, fontsize=6)
     return _finish(figure, path)
 
 
@@ -36,9 +37,7 @@ def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | 
     for index, name in enumerate(names):
         shade = index / max(1, len(names) - 1)
         weights = [entry["layers"][name]["weights"][0] for entry in history]
-        left.plot(
-            epochs, weights, marker=".", lw=1, color=(0.1 + 0.8 * shade, 0.3, 0.9 - 0.8 * shade), label=_short(name)
-        )
+        left.plot(epochs, weights, marker=".", lw=1, color=(0.1 + 0.8 * shade, 0.3, 0.9 - 0.8 * shade))
     entropies = [sum(v["entropy"] for v in e["layers"].values()) / len(e["layers"]) for e in history]
     right.plot(epochs, entropies, marker=".", color="black")
     left.set(
@@ -74,21 +73,25 @@ def plot_diagnosis(diagnosis: Any, path: str | None = None, most: int = 40):
         axes.set_xlabel(label, fontsize=7)
         axes.tick_params(axis="x", labelsize=7)
         axes.set_xscale(scale)
-    all_axes[0].set_yticks(range(len(rows)), [_short(row.name) for row in rows], fontsize=6)
+    all_axes[0].set_yticks(range(len(rows)), _short([row.name for row in rows]), fontsize=6)
     all_axes[0].invert_yaxis()
     top.suptitle(f"Divergence by layer (loss: {diagnosis.loss})", fontsize=10)
     for part in bottom:
         axes = part.subplots()
         axes.barh(range(len(norms)), [norm.r2 for norm in norms], height=0.8, color="tab:blue")
-        axes.set_yticks(range(len(norms)), [_short(norm.name) for norm in norms], fontsize=6)
+        axes.set_yticks(range(len(norms)), _short([norm.name for norm in norms]), fontsize=6)
         axes.set_xlim(min(0.0, min(norm.r2 for norm in norms)), 1)
         axes.set_xlabel("dytness: R² of the best Dynamic Tanh", fontsize=7)
         axes.invert_yaxis()
     return _finish(figure, path)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 28 else "…" + name[-27:]
+def _short(names: list[str], longest: int = 34) -> list[str]:
+    """Labels: without what all names begin with, and cut in the middle: a block's number is near the beginning."""
+    parts = [name.split(".") for name in names]
+    shared = len(os.path.commonprefix([words[:-1] for words in parts])) if len(names) > 1 else 0
+    short = [".".join(words[shared:]) for words in parts]
+    return [name if len(name) <= longest else f"{name[: longest - 12]}…{name[-11:]}" for name in short]
 
 
 def _finish(figure, path: str | None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,12 @@ def write_card(
     facts = next((facts for facts in told if isinstance(facts, TrainingFacts)), TrainingFacts())
     metrics = check_numbers("metrics", facts.metrics if metrics is None else metrics)
     baseline = check_numbers("baseline", facts.baseline if baseline is None else baseline)
+    if metrics and baseline and not metrics.keys() & baseline.keys():
+        warnings.warn(
+            f"metrics and baseline share no name ({', '.join(metrics)}; {', '.join(baseline)}), so the card compares "
+            "nothing; give both the same names",
+            stacklevel=3,
+        )
     base_model, license = base_model or facts.base_model, license or facts.license
     dataset, command = dataset or facts.dataset, without_secrets(command or facts.command)
     old = None
@@ -102,6 +109,7 @@ def write_card(
         end=END,
         heading=None if has_own_heading else name,
         model_class=type(model).__name__,
+        architecture=(getattr(model, "pretrained_cfg", None) or {}).get("architecture"),
         base_model=base,
         snippet=snippet(model, folder, repo_id or name),
         trusted=auto_class(type(model).__name__) if (folder / CODE_FILE).is_file() else None,

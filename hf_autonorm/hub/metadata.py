@@ -55,9 +55,8 @@ def base_of(model: nn.Module) -> tuple[str | None, str | None]:
     if readme is not None and readme.is_file():
         license = read_card(readme).data.to_dict().get("license")
         return None, license if isinstance(license, str) else None
-    known = path if _HUB_ID.fullmatch(path) and "/" in path and not Path(path).exists() else None
-    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("hf_hub_id")
-    return known or (architecture if isinstance(architecture, str) else None), None
+    # timm writes an id into every model of an architecture, pretrained or not: it says nothing of these weights.
+    return path if _HUB_ID.fullmatch(path) and "/" in path and not Path(path).exists() else None, None
 
 
 def read_card(path: Path) -> ModelCard:
@@ -84,7 +83,9 @@ def check_numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, floa
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CardError(f"{what}[{name!r}]={value!r} must be a number")
         numbers[str(name)] = value
-    return numbers
+    # `eval_accuracy` of this model stands beside `accuracy` of the baseline, unless `test_accuracy` is there as well.
+    short = [metric_type(name) for name in numbers]
+    return {s if short.count(s) == 1 else name: value for s, (name, value) in zip(short, numbers.items())}
 
 
 def dataset_parts(dataset: str | Mapping[str, str] | None) -> dict[str, str | None]:

@@ -20,6 +20,12 @@ with torch.no_grad():
     outputs = model(**inputs)
 print({shown})"""
 
+_STOCK = """import hf_autonorm  # makes stock `from_pretrained` know the patch
+from transformers import {cls}
+
+model = {cls}.from_pretrained("{path}").eval()  # the folder, or the model's id on the Hub
+print(model)"""
+
 _BARE = """import hf_autonorm
 
 model = hf_autonorm.from_pretrained("{path}")  # the folder, or the model's id on the Hub
@@ -28,6 +34,8 @@ print(model)"""
 
 def snippet(model: nn.Module, folder: Path, path: str) -> str | None:
     """Lines that load the model of this folder; None for a module whose class only its author has."""
+    import transformers
+
     from .saving import is_timm, is_transformers
 
     if is_timm(model):
@@ -43,7 +51,7 @@ def snippet(model: nn.Module, folder: Path, path: str) -> str | None:
         processor, processor_name = "AutoImageProcessor", "processor"
         inputs = 'inputs = processor(Image.new("RGB", (640, 480)), return_tensors="pt")'
     else:
-        return _BARE.format(path=path)
+        return (_STOCK if hasattr(transformers, cls) else _BARE).format(path=path, cls=cls)
     shown = "outputs.logits" if re.search(r"For[A-Z]|LMHead", type(model).__name__) else "outputs[0]"
     names = ", ".join(sorted({cls, processor}))
     text = _LOAD.format(

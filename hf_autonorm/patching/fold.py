@@ -41,8 +41,9 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; there is nothing to fold")
     lowest = _lowest_weights(model, batches)
     swaps: dict[int, nn.Module] = {}
-    undecided = 0
-    for _, wrapper in found:
+    undecided, folded = 0, 0
+    open_gates: list[tuple[float, str, str]] = []  # the largest of a gate's lowest weights, what it is of, the layer
+    for name, wrapper in found:
         if wrapper.scalar("strength") == 0:
             swaps[id(wrapper)] = wrapper.original
         elif isinstance(wrapper, AutoNorm):
@@ -53,8 +54,19 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
                 swaps[id(wrapper)] = wrapper.original
             elif wrapper.scalar("strength") == 1 and not wrapper.replaces and max(weights[1:]) >= 1 - tolerance:
                 _keep_branch(wrapper, weights.index(max(weights[1:])) - 1)
+                folded += 1
+            elif not wrapper.replaces:
+                open_gates.append(max(zip(weights, ("norm", *wrapper.branch_names), [name] * len(weights))))
     if undecided:
         warnings.warn(f"{undecided} gates depend on their input; fold(model, batches) judges them too", stacklevel=3)
+    elif open_gates and not swaps and not folded:
+        weight, branch, name = max(open_gates)
+        warnings.warn(
+            f"fold changed nothing: no gate has settled within tolerance={tolerance:g}. The nearest is {name!r}, "
+            f"whose weight of {branch!r} is {weight:.4g} at least; a larger tolerance folds it, and moves the outputs "
+            "by more",
+            stacklevel=3,
+        )
     model = Survey(model).swap(swaps)
     connect_masks(model)
     update_record(model)

@@ -95,6 +95,29 @@ def test_metrics_need_no_dataset_and_no_name(tmp_path):
     assert result.metric_value == 1 and result.dataset_name == "not stated"
 
 
+def test_measures_are_paired_by_name_whatever_trainer_calls_them(tmp_path):
+    model = tiny_bert()
+    folder = save_pretrained(model, tmp_path / "a", metrics={"eval_f1": 0.9}, baseline={"test_f1": 0.75, "loss": 1})
+    assert "| f1 | 0.9 | 0.75 | +0.15 |" in (folder / "README.md").read_text()
+    folder = save_pretrained(model, tmp_path / "b", metrics={"eval_f1": 0.9, "test_f1": 0.8})
+    values = {r.metric_value for r in ModelCard.load(folder / "README.md").data.eval_results}
+    assert values == {0.9, 0.8}
+    with pytest.warns(UserWarning, match=r"share no name \(accuracy; acc\)"):
+        save_pretrained(model, tmp_path / "c", metrics={"accuracy": 0.9}, baseline={"acc": 0.8})
+
+
+def test_random_weights_are_not_said_to_come_from_the_hub(tmp_path):
+    """timm writes the id of pretrained weights into every model of the architecture."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, pretrained=False)
+    folder = save_pretrained(patch(model), tmp_path / "vit")
+    card = ModelCard.load(folder / "README.md")
+    assert model.pretrained_cfg["hf_hub_id"] and card.data.base_model is None
+    assert "A `VisionTransformer` (vit_tiny_patch16_224)" in card.text
+    again = save_pretrained(model, tmp_path / "given", base_model="timm/some.model")
+    assert ModelCard.load(again / "README.md").data.base_model == "timm/some.model"
+
+
 def test_own_words_and_metadata_stay(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -177,7 +200,8 @@ def test_the_snippet_runs(tmp_path):
     code = [
         re.search(r"```python\n(.*?)```", (f / "README.md").read_text(), re.DOTALL).group(1) for f in (folder, bare)
     ]
-    assert "AutoModelForSequenceClassification" in code[0] and "hf_autonorm.from_pretrained" in code[1]
+    assert all("AutoModelForSequenceClassification.from_pretrained" in lines for lines in code)
+    assert "tokenizer" in code[0] and "tokenizer" not in code[1]  # nobody saved one
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, env=environment, capture_output=True, text=True

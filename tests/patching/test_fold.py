@@ -1,6 +1,7 @@
 """`fold`: what no longer adapts collapses, what does stays."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -72,11 +73,18 @@ def test_what_still_adapts_stays():
     before, count = output(model), sum(isinstance(m, AutoNorm) for m in model.modules())
     with pytest.warns(UserWarning, match=f"{count} gates depend on their input"):
         fold(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="changed nothing: .*The nearest is '") as said:
         fold(model, [{"input_ids": IDS}])
     assert sum(isinstance(m, AutoNorm) for m in model.modules()) == count
     assert torch.equal(output(model), before)
+    nearest, weight = re.search(
+        r"nearest is '(.+?)', whose weight of '\w+' is ([\d.]+)", str(said[0].message)
+    ).groups()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fold(model, [{"input_ids": IDS}], tolerance=min(0.49, 1.001 - float(weight)))
+    left = {name for name, m in model.named_modules() if isinstance(m, AutoNorm) and not m.replaces}
+    assert nearest not in left and len(left) < count  # what the words say helps
 
 
 def test_strength_zero_is_the_original_already():
