@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 
 class AsTable:
@@ -19,3 +20,8 @@ class AsTable:
         text = io.StringIO()
         Console(width=120, file=text, force_jupyter=False, force_terminal=False).print(self.table())
         return text.getvalue()
+
+
+def pattern(name: str) -> str:
+    """`encoder.layer.7.norm` → `encoder.layer.*.norm`: modules of repeated blocks share one."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"

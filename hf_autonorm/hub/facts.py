@@ -15,6 +15,7 @@ from torch import nn
 from ..config import GateConfig, PatchConfig
 from ..patching.build import describe
 from ..patching.record import patch_entries, wrappers
+from ..tables import pattern
 
 
 @dataclass
@@ -33,11 +34,6 @@ class TrainingFacts:
     seconds: float | None = None
     resumed_from: int | None = None  # step of the checkpoint; the seconds are those since
     hardware: str | None = None
-
-
-def pattern(name: str) -> str:
-    """`encoder.layer.7.norm` → `encoder.layer.*.norm`: modules of repeated blocks share one."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
 
 
 def patched_groups(model: nn.Module) -> list[dict[str, Any]]:

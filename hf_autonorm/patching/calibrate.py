@@ -22,6 +22,8 @@ from .fit_gain import RunningR2, fit_gain, tune_gains, valid_rows
 from .lockstep import Lockstep
 from .record import wrappers
 
+FEW_TOKENS = 500  # each channel has a scale and a shift of its own to fit
+
 
 @dataclass
 class CalibrationReport(AsTable):
@@ -38,17 +40,26 @@ class CalibrationReport(AsTable):
         """A `rich.table.Table`."""
         from rich.table import Table
 
-        table = Table(title=f"cosine with the original's output: {self.cosine_before:.4f} → {self.cosine_after:.4f}")
+        table = Table(
+            title=f"cosine with the original's output, on these batches: {self.cosine_before:.4f} → "
+            f"{self.cosine_after:.4f}"
+        )
         left_out = {
             "not called on these batches, and not fitted": self.never_called,
             "called with less than two finite tokens, and not fitted": self.too_few_tokens,
         }
-        table.caption = "\n".join(f"{why}: {', '.join(names)}" for why, names in left_out.items() if names) or None
-        for column in ("module", "branch", "R²", "α", "gain"):
+        said = [f"{why}: {', '.join(names)}" for why, names in left_out.items() if names]
+        fewest = min((row.tokens for row in self.rows if row.tokens is not None), default=None)
+        if fewest is not None and fewest < FEW_TOKENS:
+            said.append(f"fitted on {fewest} tokens, which is few: give a few hundred texts or images")
+        table.caption = "\n".join(said) or None
+        shown = [name for name in ("alpha", "gain") if any(getattr(row, name) is not None for row in self.rows)]
+        for column in ("module", "branch", "R²", *({"alpha": "α", "gain": "gain"}[name] for name in shown)):
             table.add_column(column, justify="left" if column in ("module", "branch") else "right")
         for row in self.rows:
-            numbers = ("" if number is None else f"{number:.4g}" for number in (row.alpha, row.gain))
-            table.add_row(row.name, row.branch, f"{row.r2:.4f}", *numbers)
+            numbers = (getattr(row, name) for name in shown)
+            cells = ("" if number is None else f"{number:.4g}" for number in numbers)
+            table.add_row(row.name or "(the model itself)", row.branch, f"{row.r2:.4f}", *cells)
         return table
 
 

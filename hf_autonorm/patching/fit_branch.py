@@ -25,6 +25,7 @@ class FitRow:
     r2: float  # 1 − Σ(y − ŷ)²/Σ(y − ȳ)², summed over channels, y the original model's output at this layer
     alpha: float | None  # of pointwise branches
     gain: float | None = None  # of affine-like and norm-like layers (`branch` is their form)
+    tokens: int | None = None  # how many the branch was fitted on
 
 
 def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRow]:
@@ -42,7 +43,8 @@ def fit_autonorm(layer: AutoNorm, name: str, x: Tensor, y: Tensor) -> list[FitRo
             output = branch(view)[0]
             r2 = _r2((output.T if branch.channel_axis == 1 else output) - y, y)
         layer.r2[index] = r2
-        rows.append(FitRow(name, branch_name, r2, float(branch.slope()) if branch.pointwise else None))
+        alpha = float(branch.slope()) if branch.pointwise else None
+        rows.append(FitRow(name, branch_name, r2, alpha, tokens=len(x)))
     if layer.bias_gate.learns and layer.gate.granularity != "layer" and not layer.bias_gate.weight_out.any():
         # The selector says nothing yet: scale its first layer so that hidden units see inputs of size one.
         size = x.square().mean(-1).sqrt().mean()

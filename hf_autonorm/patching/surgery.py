@@ -14,7 +14,7 @@ from ..config import PatchConfig, in_range
 from ..errors import ConfigError, NoMatchError, NotPatchedError, UnsupportedError
 from ..nn.branches import BRANCHES
 from ..nn.wrapper import outside_inference_mode
-from ..tables import AsTable
+from ..tables import AsTable, pattern
 from .build import build, describe
 from .masks import connect_masks
 from .record import require_module, update_record, wrappers
@@ -22,7 +22,13 @@ from .renaming import mark_renamed
 from .survey import Survey, Target
 from .targets import find_targets, is_causal
 
-_UNSET: Any = object()
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<as in config>"
+
+
+_UNSET: Any = _Unset()
 
 
 @dataclass(frozen=True)
@@ -48,23 +54,25 @@ class Plan(AsTable, list):
         return [row for row in self if row.reason is not None]
 
     def table(self):
-        """A `rich.table.Table`."""
+        """A `rich.table.Table`, one line for the modules of repeated blocks that fare alike."""
+        from rich.markup import escape
         from rich.table import Table
 
         added = sum(row.added_parameters for row in self)
         table = Table(
             title=f"{len(self.patched)} modules to patch, {len(self.left_alone)} left alone, {added:,} new parameters"
         )
-        for column in ("module", "class", "becomes", "new parameters"):
-            table.add_column(column, justify="right" if column == "new parameters" else "left", overflow="fold")
+        for column in ("module", "how many", "class", "becomes", "new parameters"):
+            right = column in ("how many", "new parameters")
+            table.add_column(column, justify="right" if right else "left", overflow="fold")
+        groups: dict[tuple[Any, ...], list[PlanRow]] = {}
         for row in self:
-            new = row.new_class if row.reason is None else f"[dim]left alone: {row.reason}[/dim]"
-            table.add_row(
-                row.name or "(the model itself)",
-                row.old_class,
-                new,
-                f"{row.added_parameters:,}" if row.reason is None else "",
-            )
+            groups.setdefault((pattern(row.name), row.old_class, row.new_class, row.reason), []).append(row)
+        for (modules, old, new, reason), rows in groups.items():
+            becomes = new if reason is None else f"[dim]left alone: {escape(reason)}[/dim]"
+            parameters = f"{sum(row.added_parameters for row in rows):,}" if reason is None else ""
+            name = modules if len(rows) > 1 else rows[0].name or modules
+            table.add_row(escape(name), str(len(rows)), old, becomes, parameters)
         return table
 
 
