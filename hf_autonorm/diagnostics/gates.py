@@ -37,7 +37,7 @@ class Gates(AsTable, list):
 
         names = list(dict.fromkeys(name for row in self for name in row.weights))
         table = Table(title=f"{len(self)} gates")
-        table.add_column("module")
+        table.add_column("module", overflow="fold")
         for column in (*(f"w({name})" for name in names), "entropy", "frozen", "strength", "R²"):
             table.add_column(column, justify="right")
         for row in self:

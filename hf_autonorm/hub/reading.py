@@ -90,6 +90,37 @@ def local_folder(path: str | os.PathLike, **options: Any) -> Path:
         raise FolderError(f"{missing}, and the Hub gives no model of this name: {said}") from error
 
 
+def load_tokenizer(path: str | os.PathLike, **options: Any) -> Any:
+    """The tokenizer beside a model in a folder or on the Hub; `options` are for `AutoTokenizer.from_pretrained`.
+
+    Its `model_max_length` is at most what the model has positions for. Raises FolderError where there is none:
+    transformers makes up one without a vocabulary, in which every word is unknown.
+    """
+    from transformers import AutoTokenizer
+
+    folder = local_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        empty = not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    except (ValueError, OSError) as error:
+        if any(folder.glob("tokenizer*")):
+            raise
+        raise FolderError(_NO_TOKENIZER.format(path=path)) from error
+    if empty:
+        raise FolderError(_NO_TOKENIZER.format(path=path))
+    config = read_json(folder / "config.json")
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    if isinstance(positions, int) and positions > 0:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    return tokenizer
+
+
+_NO_TOKENIZER = (
+    "{path} holds no tokenizer, so texts cannot be read: save one beside the model "
+    "(tokenizer.save_pretrained(folder)). Models of images and sound have none: give them batches in Python"
+)
+
+
 def _similar(folder: Path) -> str:
     """` (nearest: 'my-model')`: folders beside the missing one whose names are like it."""
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()

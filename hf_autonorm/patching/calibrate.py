@@ -45,7 +45,7 @@ class CalibrationReport(AsTable):
         }
         table.caption = "\n".join(f"{why}: {', '.join(names)}" for why, names in left_out.items() if names) or None
         for column in ("module", "branch", "R²", "α", "gain"):
-            table.add_column(column, justify="left" if column in ("module", "branch") else "right")
+            table.add_column(column, justify="left" if column in ("module", "branch") else "right", overflow="fold")
         for row in self.rows:
             numbers = ("" if number is None else f"{number:.4g}" for number in (row.alpha, row.gain))
             table.add_row(row.name, row.branch, f"{row.r2:.4f}", *numbers)

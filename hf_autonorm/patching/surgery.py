@@ -54,6 +54,7 @@ class Plan(AsTable, list):
     def table(self):
         """A `rich.table.Table`."""
         from rich.table import Table
+        from rich.text import Text
 
         added = sum(row.added_parameters for row in self)
         table = Table(
@@ -62,7 +63,7 @@ class Plan(AsTable, list):
         for column in ("module", "class", "becomes", "new parameters"):
             table.add_column(column, justify="right" if column == "new parameters" else "left", overflow="fold")
         for row in self:
-            new = row.new_class if row.reason is None else f"[dim]left alone: {row.reason}[/dim]"
+            new = row.new_class if row.reason is None else Text(f"left alone: {row.reason}", style="dim")
             table.add_row(
                 row.name or "(the model itself)",
                 row.old_class,
