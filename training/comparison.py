@@ -87,8 +87,7 @@ def publish(runs: Path, folder: Path) -> Path:
     patched = [record for record in records if record["variant"] != "ln"]
     card = None
     if patched:
-        pick = max if MEASURES[measure] else min
-        best = pick(patched, key=lambda record: record["metrics"]["validation"][measure])
+        best = max(patched, key=lambda record: _goodness(record["metrics"]["validation"][measure], measure))
         card = runs / f"{best['variant']}-{best['seed']}" / "README.md"
         if not card.is_file():
             raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
@@ -98,6 +97,11 @@ def publish(runs: Path, folder: Path) -> Path:
     if card:
         (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
     return write_report([json.loads(line) for line in lines], folder)
+
+
+def _goodness(score: float, measure: str) -> float:
+    """More is better, and what is no number is worst: the run has diverged."""
+    return -math.inf if math.isnan(score) else score if MEASURES[measure] else -score
 
 
 def without_folders(text: str) -> str:
@@ -125,7 +129,7 @@ def _table(rows: list[Row], measure: str) -> list[str]:
         "parameters |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in sorted(rows, key=lambda row: row.score.mean, reverse=MEASURES[measure]):
+    for row in sorted(rows, key=lambda row: _goodness(row.score.mean, measure), reverse=True):
         against = "" if row.against is None else _interval(row.against, "+.4f")
         p = (
             ""
@@ -194,7 +198,7 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
 def picture(rows: list[Row], measure: str, path: Path) -> None:
     figure = Figure(figsize=(10, 1.4 + 0.35 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    rows = sorted(rows, key=lambda row: row.score.mean, reverse=not MEASURES[measure])
+    rows = sorted(rows, key=lambda row: _goodness(row.score.mean, measure))
     for y, row in enumerate(rows):
         for axes, value in ((left, row.score), (right, row.against)):
             if value is not None:

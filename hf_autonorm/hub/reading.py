@@ -96,20 +96,18 @@ def load_tokenizer(path: str | os.PathLike, **options: Any) -> Any:
     Its `model_max_length` is at most what the model has positions for. Raises FolderError where there is none:
     transformers makes up one without a vocabulary, in which every word is unknown.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    folder = local_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
         empty = not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
     except (ValueError, OSError) as error:
-        if any(folder.glob("tokenizer*")):
+        if not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
             raise
         raise FolderError(_NO_TOKENIZER.format(path=path)) from error
     if empty:
         raise FolderError(_NO_TOKENIZER.format(path=path))
-    config = read_json(folder / "config.json")
-    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    positions = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     return tokenizer
