@@ -11,7 +11,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from training.estimates import Estimate, estimate
-from training.records import read_records
+from training.records import read_records, write_whole
 
 # The measure a comparison is about: the first of these that a task reports. True: more is better.
 MEASURES = {"accuracy": True, "rmse": False, "mae": False, "loss": False}
@@ -72,7 +72,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
         text += ["", "## Gates", "", *_gate_lines(records, gated)]
         text += ["", "![Gate entropy by epoch](entropy.png)", "", "![Norm weight by layer](norm_weight.png)"]
     path = folder / "report.md"
-    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(text) + "\n")
     return path
 
 
@@ -93,9 +93,9 @@ def publish(runs: Path, folder: Path) -> Path:
             raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
     folder.mkdir(parents=True, exist_ok=True)
     lines = [without_folders(json.dumps(record)) for record in records]
-    (folder / "runs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(folder / "runs.jsonl", "\n".join(lines) + "\n")
     if card:
-        (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
+        write_whole(folder / "best_run.md", without_folders(card.read_text(encoding="utf-8")))
     return write_report([json.loads(line) for line in lines], folder)
 
 

@@ -31,7 +31,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 import hf_autonorm  # noqa: F401  patched models load by the stock classes
 from training.augmentation import evaluation_transform
 from training.data import find_column, load_splits, three_splits, with_class_labels
-from training.records import drop_torn_line, read_records
+from training.records import drop_torn_line, read_records, write_whole
 from training.tasks.image_classification import processor_settings
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -198,7 +198,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
             "",
         ]
     path = folder / "report.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_whole(path, "\n".join(lines))
     return path
 
 

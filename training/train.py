@@ -60,6 +60,7 @@ from training.arguments import parse_args, read_baseline
 from training.checkpoints import find_checkpoint
 from training.ema import EmaCallback
 from training.models import hub_id
+from training.records import write_whole
 from training.tasks import load_task
 from training.variants import apply_variant
 
@@ -161,8 +162,7 @@ def main(argv: list[str] | None = None) -> dict:
         ),
     }
     if trainer.is_world_process_zero():
-        text = json.dumps(results, indent=2) + "\n"
-        Path(training_args.output_dir, "results.json").write_text(text, encoding="utf-8")
+        write_whole(Path(training_args.output_dir, "results.json"), json.dumps(results, indent=2) + "\n")
     if variant_args.variant == "ln":
         trainer.save_model()
     else:
