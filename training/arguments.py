@@ -131,8 +131,14 @@ def parse_args(argv: list[str] | None = None) -> tuple[DataArguments, VariantArg
             raise ValueError(f"{name}={value} must be at least {least[name]}.")
 
     names = {"variant": variant.variant, "seed": training.seed}
-    training.output_dir = training.output_dir.format(**names)
-    training.run_name = (training.run_name or Path(training.output_dir).name).format(**names)
+    try:
+        training.output_dir = training.output_dir.format(**names)
+        training.run_name = (training.run_name or Path(training.output_dir).name).format(**names)
+    except (LookupError, ValueError):
+        raise ValueError(
+            f"output_dir={training.output_dir!r}, run_name={training.run_name!r}: "
+            "braces are for {variant} and {seed}."
+        ) from None
     if Path(training.output_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"output_dir={training.output_dir!r} holds the current directory; name a folder of its own.")
     return data, variant, training

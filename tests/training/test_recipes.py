@@ -95,6 +95,8 @@ def test_wrong_values_are_refused(tmp_path, capsys):
         parse_args([])
     with pytest.raises(ValueError, match="holds the current directory"):
         parse_args(["--task", "word_sentiment", "--output_dir", "."])
+    with pytest.raises(ValueError, match=r"braces are for \{variant\}"):
+        parse_args(["--task", "word_sentiment", "--output_dir", "runs/{model}"])
 
 
 @pytest.mark.parametrize("option", ["max_train_samples", "max_eval_samples", "max_length", "calibrate", "mixup"])
