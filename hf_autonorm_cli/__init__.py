@@ -105,7 +105,7 @@ def patch(
     loaded = apply(parts.load(model), config=config)
     report = None
     if texts:
-        batches = parts.batches(model, texts)
+        batches = parts.batches(loaded, model, texts)
         with parts.passes(loaded, "calibrating", as_json):
             report = fit(loaded, batches)
     parts.save(loaded, output, model)
@@ -123,7 +123,7 @@ def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = Fa
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
     loaded = parts.load(model)
-    batches = parts.batches(model, texts)
+    batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "calibrating", as_json):
         report = fit(loaded, batches)
     parts.save(loaded, output, model)
@@ -140,7 +140,8 @@ def gates(
     """Show each gate's mean weights and entropy: as saved, or measured over [b]--texts[/b]."""
     from hf_autonorm import gates as look
 
-    rows = look(parts.load(model), parts.batches(model, texts) if texts else None)
+    loaded = parts.load(model)
+    rows = look(loaded, parts.batches(loaded, model, texts) if texts else None)
     if plot is not None:
         rows.plot(str(plot))
     parts.show(rows, as_json)
@@ -158,7 +159,8 @@ def diagnose(
 
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
-    loaded, batches = parts.load(model), parts.batches(model, texts)
+    loaded = parts.load(model)
+    batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "diagnosing", as_json):
         diagnosis = look(loaded, batches)
     if plot is not None:
@@ -208,7 +210,7 @@ def fold(
 
     loaded = parts.load(model)
     before = len(wrappers(loaded))
-    loaded = collapse(loaded, parts.batches(model, texts) if texts else None, tolerance)
+    loaded = collapse(loaded, parts.batches(loaded, model, texts) if texts else None, tolerance)
     left = len(wrappers(loaded))
     parts.save(loaded, output, model)
     if not as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -86,8 +87,10 @@ def load(path: str) -> Any:
     return from_pretrained(path)
 
 
-def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
-    """Tokenized batches of a text file's lines, at most 512 of them."""
+def batches(model: Any, path: str, texts: Path, size: int = 32) -> list[Any]:
+    """Tokenized batches, for the model of the folder `path`, of a text file's lines, at most 512 of them.
+
+    A model of an encoder and a decoder reads each line with both."""
     from hf_autonorm.errors import ConfigError
     from hf_autonorm.hub.reading import load_tokenizer
 
@@ -104,9 +107,14 @@ def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
         tokenizer.pad_token = tokenizer.eos_token
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     limit = min(tokenizer.model_max_length, 512)
-    return [
+    found = [
         dict(tokenizer(part, padding=True, truncation=True, max_length=limit, return_tensors="pt")) for part in parts
     ]
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        for batch in found:
+            batch["decoder_input_ids"] = batch["input_ids"]
+            batch["decoder_attention_mask"] = batch["attention_mask"]
+    return found
 
 
 @contextlib.contextmanager

@@ -15,8 +15,12 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 
 import hf_autonorm_cli as cli
@@ -180,11 +184,28 @@ def test_a_model_without_a_tokenizer_reads_no_texts(capsys, texts, tmp_path):
     ViTModel(vit).save_pretrained(tmp_path / "vit")
     gpt = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
     GPT2LMHeadModel(gpt).save_pretrained(tmp_path / "gpt")
-    for name in ("bert", "vit", "gpt"):
+    wav = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    wav |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "hidden_size": 8}
+    Wav2Vec2Model(Wav2Vec2Config(**wav, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path / "wav")
+    for name in ("bert", "vit", "gpt", "wav"):
         for verb in (["patch", tmp_path / name, tmp_path / "out"], ["diagnose", tmp_path / name]):
             code, out, err = run(capsys, *verb, "--texts", texts)
             assert code == 1 and out == "" and f"{tmp_path / name} holds no tokenizer" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_and_its_decoder_read_the_texts(capsys, stock, texts, tmp_path):
+    shape = {"d_model": 8, "d_ff": 8, "num_layers": 2, "num_heads": 2, "d_kv": 4, "vocab_size": 20}
+    T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path / "t5")
+    for file in stock.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "t5")
+    code, out, err = run(capsys, "patch", tmp_path / "t5", tmp_path / "p", "--texts", texts, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert len(report["rows"]) == 12 and not report["never_called"]  # 2 × 2 norms, 2 × 3, and one at each end
+    for verb in ("gates", "diagnose"):
+        code, _, err = run(capsys, verb, tmp_path / "p", "--texts", texts)
+        assert code == 0, err
 
 
 def test_texts_are_cut_to_what_the_model_has_positions_for(capsys, stock, tmp_path):
@@ -200,7 +221,7 @@ def test_texts_are_cut_to_what_the_model_has_positions_for(capsys, stock, tmp_pa
 def test_a_mark_of_the_encoding_is_no_text(stock, tmp_path):
     file = tmp_path / "texts.txt"
     file.write_bytes(b"\xef\xbb\xbfa b\r\n\r\nb\r\n")
-    (batch,) = cli.parts.batches(str(stock), file)
+    (batch,) = cli.parts.batches(tiny_bert(patched=False), str(stock), file)
     assert batch["input_ids"].tolist() == [[2, 3], [3, 0]]
 
 

@@ -101,7 +101,7 @@ def load_tokenizer(path: str | os.PathLike, **options: Any) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         empty = not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TypeError) as error:
         if not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
             raise
         raise FolderError(_NO_TOKENIZER.format(path=path)) from error
