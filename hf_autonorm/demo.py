@@ -46,6 +46,7 @@ def run(
     """Runs the demo, narrating on the console; leaves the model, its card and `results.json` in `output`."""
     console = console or Console()
     require_packages()
+    Path(output).mkdir(parents=True, exist_ok=True)  # before the minutes of work: it may be a file, or not ours
     with _only_our_words():
         return _run(Path(output), QUICK if quick else Scale(), console)
 
@@ -122,9 +123,8 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
         f"Mean weight of the original norm {weight:.4f} (0.9 at the start), mean entropy {entropy:.4f} nats."
     )
     console.print(f"Freeze decision: {callback.describe()}")
-    output.mkdir(parents=True, exist_ok=True)
     table.plot(str(output / "gates.png"))
-    console.print(f"Plot: {output / 'gates.png'}")
+    console.print(f"Plot: {output / 'gates.png'}", markup=False)
 
     _say(
         console,
@@ -165,7 +165,7 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     _say(console, "What to try next", f"({results['total_seconds']:.0f} s so far.)")
-    console.print(_NEXT.format(folder=folder), soft_wrap=True)
+    console.print(_NEXT.format(folder=folder), soft_wrap=True, markup=False)
     return results
 
 

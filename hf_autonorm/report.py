@@ -11,15 +11,16 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .decision import describe
 from .errors import ConfigError
-from .hub.facts import call, pattern
+from .hub.facts import call
 from .hub.reading import RECORD_FILE
+from .tables import pattern
 
 _MOST_POINTS = 300  # of a curve, and epochs under the slider: what a screen can show
 _MOST_LAYERS = 40  # of the divergence ranking
@@ -152,7 +153,12 @@ def _scores(results: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _without_timing(measured: Mapping[str, Any]) -> dict[str, float]:
-    return {name: v for name, v in measured.items() if not name.endswith(_TIMING) and not isinstance(v, str)}
+    return {name: v for name, v in measured.items() if not name.endswith(_TIMING) and _is_number(v)}
+
+
+def _is_number(value: Any) -> bool:
+    """Not a text, a list (scores by class) or a dictionary (a freeze decision); None was NaN."""
+    return value is None or isinstance(value, (int, float))
 
 
 def _stationarity(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -161,11 +167,17 @@ def _stationarity(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
     distance = {float(epoch): value for epoch, value in (said.get("distance") or {}).items()}
     drift = {float(entry["epoch"]): entry for entry in said.get("drift") or []}
     rows = [
-        (epoch, drift.get(epoch, {}).get("mean"), max(drift[epoch]["layers"].values()) if epoch in drift else None,
+        (epoch, drift.get(epoch, {}).get("mean"), _largest(drift.get(epoch, {}).get("layers", {}).values()),
          distance.get(epoch))
         for epoch in sorted({*drift, *distance})
     ]  # fmt: skip
     return {"rows": rows, "advice": said.get("advice", "")}
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None if any is, as of NaN."""
+    values = list(values)
+    return None if None in values else max(values, default=None)
 
 
 def _patch(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +199,7 @@ def _curves(log: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, list[list[float]]]] = {}
     for entry in log:
         for name, value in entry.items():
-            if "step" not in entry or isinstance(value, str) or name.endswith(_TIMING) or name == "train_loss":
+            if "step" not in entry or not _is_number(value) or name.endswith(_TIMING) or name == "train_loss":
                 continue
             measure = name.removeprefix("eval_")
             series = "evaluation" if name.startswith("eval_") else "training"

@@ -18,7 +18,7 @@ class AsTable:
 
         # Plain text wherever it is asked for: in a notebook a console would also show the table by itself.
         text = io.StringIO()
-        Console(width=120, file=text, force_jupyter=False, force_terminal=False).print(self.table())
+        Console(width=120, file=text, markup=False, force_jupyter=False, force_terminal=False).print(self.table())
         return text.getvalue()
 
 

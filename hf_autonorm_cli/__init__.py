@@ -6,6 +6,7 @@ transformers. Here they are imported inside the commands only: `--help` answers 
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from .parts import (
     Norm,
     NormWeight,
     Out,
+    Plot,
     Strength,
     Texts,
 )  # fmt: skip
@@ -103,7 +105,7 @@ def patch(
     loaded = apply(parts.load(model), config=config)
     report = None
     if texts:
-        batches = parts.batches(model, texts)
+        batches = parts.batches(loaded, model, texts)
         with parts.passes(loaded, "calibrating", as_json):
             report = fit(loaded, batches)
     parts.save(loaded, output, model)
@@ -121,7 +123,7 @@ def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = Fa
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
     loaded = parts.load(model)
-    batches = parts.batches(model, texts)
+    batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "calibrating", as_json):
         report = fit(loaded, batches)
     parts.save(loaded, output, model)
@@ -132,13 +134,14 @@ def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = Fa
 def gates(
     model: Model,
     texts: Texts = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Show each gate's mean weights and entropy: as saved, or measured over [b]--texts[/b]."""
     from hf_autonorm import gates as look
 
-    rows = look(parts.load(model), parts.batches(model, texts) if texts else None)
+    loaded = parts.load(model)
+    rows = look(loaded, parts.batches(loaded, model, texts) if texts else None)
     if plot is not None:
         rows.plot(str(plot))
     parts.show(rows, as_json)
@@ -148,7 +151,7 @@ def gates(
 def diagnose(
     model: Model,
     texts: Texts = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Rank the affine layers by how far their SGD steps are from the gradient's, and the norms by their dytness."""
@@ -156,7 +159,8 @@ def diagnose(
 
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
-    loaded, batches = parts.load(model), parts.batches(model, texts)
+    loaded = parts.load(model)
+    batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "diagnosing", as_json):
         diagnosis = look(loaded, batches)
     if plot is not None:
@@ -206,7 +210,7 @@ def fold(
 
     loaded = parts.load(model)
     before = len(wrappers(loaded))
-    loaded = collapse(loaded, parts.batches(model, texts) if texts else None, tolerance)
+    loaded = collapse(loaded, parts.batches(loaded, model, texts) if texts else None, tolerance)
     left = len(wrappers(loaded))
     parts.save(loaded, output, model)
     if not as_json:
@@ -282,7 +286,7 @@ def demo(
     """The whole way on a real model: plan, patch, calibrate, train, save, reload. Takes some 3 minutes."""
     from hf_autonorm.demo import run
 
-    results = run(output, quick=quick, console=Console(quiet=True) if as_json else out)
+    results = run(output, quick=quick, console=Console(quiet=as_json))
     if as_json:
         print(json.dumps(results, indent=2))
 
@@ -309,6 +313,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The console script. Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, and LC_ALL=C, know no →, α or R²
+            stream.reconfigure(errors="replace")
     try:
         app([word for word in arguments if word != "--debug"], prog_name="hf-autonorm")
     except KeyboardInterrupt:
@@ -321,7 +328,3 @@ def main(arguments: list[str] | None = None) -> None:
             f"error: {words[:400]}{'…' if len(words) > 400 else ''}", markup=False, highlight=False, soft_wrap=True
         )
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +14,34 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-out = Console()
+out = Console(markup=False)  # paths and names of modules may hold brackets
 
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id.", metavar="MODEL", show_default=False)]
 Out = Annotated[Path, typer.Argument(help="The folder to write; other files in it stay.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and nothing else.")]
 Texts = Annotated[
     Path | None, typer.Option(help="A text file, one example a line, to calibrate or measure on.", show_default=False)
+]
+
+
+def picture(path: Path | None) -> Path | None:
+    """Refuses, before the work, a file that cannot be drawn into."""
+    if path is None:
+        return None
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("pictures are drawn by matplotlib: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if path.suffix.lower().lstrip(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise typer.BadParameter(f"{path} does not end in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="Draw it into this file (.png, .svg, .pdf).", callback=picture, show_default=False),
 ]
 Norm = Annotated[
     str, typer.Option(help="autonorm; the name of a branch (dyt, rms_norm, identity, …), which replaces it; none.")
@@ -64,29 +87,34 @@ def load(path: str) -> Any:
     return from_pretrained(path)
 
 
-def batches(path: str, texts: Path, size: int = 32) -> list[Any]:
-    """Tokenized batches of a text file's lines, at most 512 of them."""
-    from transformers import AutoTokenizer
+def batches(model: Any, path: str, texts: Path, size: int = 32) -> list[Any]:
+    """Tokenized batches, for the model of the folder `path`, of a text file's lines, at most 512 of them.
 
+    A model of an encoder and a decoder reads each line with both."""
     from hf_autonorm.errors import ConfigError
-    from hf_autonorm.hub.reading import local_folder
+    from hf_autonorm.hub.reading import load_tokenizer
 
     try:
-        text = texts.read_text(encoding="utf-8")
+        text = texts.read_text(encoding="utf-8-sig")  # Windows' editors begin a file with a mark of its encoding
     except (OSError, UnicodeDecodeError) as error:
         why = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
         raise ConfigError(f"--texts {texts}: {why}") from None
     lines = [line.strip() for line in text.splitlines() if line.strip()][:512]
     if not lines:
         raise ConfigError(f"--texts {texts}: it holds no text; one example a line is wanted")
-    tokenizer = AutoTokenizer.from_pretrained(local_folder(path))
+    tokenizer = load_tokenizer(path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     limit = min(tokenizer.model_max_length, 512)
-    return [
+    found = [
         dict(tokenizer(part, padding=True, truncation=True, max_length=limit, return_tensors="pt")) for part in parts
     ]
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        for batch in found:
+            batch["decoder_input_ids"] = batch["input_ids"]
+            batch["decoder_attention_mask"] = batch["attention_mask"]
+    return found
 
 
 @contextlib.contextmanager

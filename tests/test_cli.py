@@ -1,13 +1,27 @@
 """The command line: folders in, folders out, JSON for machines, one line for an error."""
 
+import io
 import json
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+)
 
 import hf_autonorm_cli as cli
 from hf_autonorm import from_pretrained
@@ -127,6 +141,104 @@ def test_diagnose(capsys, stock, texts, tmp_path):
 def test_tables_for_people(capsys, stock):
     code, out, _ = run(capsys, "plan", stock, "--exclude", ".*embeddings.*")
     assert code == 0 and "4 modules to patch" in out and "left alone" in out
+
+
+@pytest.mark.parametrize("verb", ["plan", "gates", "diagnose"])
+def test_tables_of_a_narrow_terminal_name_every_module(capsys, monkeypatch, stock, texts, tmp_path, verb):
+    """A name that is cut short cannot be told from its neighbour's, nor be copied into --include."""
+    run(capsys, "patch", stock, tmp_path / "p")
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [row["name"] for row in json.loads(run(capsys, "plan", tmp_path / "p", "--json")[1])]
+    code, out, _ = run(capsys, verb, tmp_path / "p", *(["--texts", texts] if verb == "diagnose" else []))
+    column = "".join(line[1:].split("│")[0].strip() for line in out.splitlines() if line.startswith("│"))
+    assert code == 0 and len(names) == 5 and all(name in column for name in names)
+
+
+def test_what_it_prints_stands_as_it_is_named(capsys, stock, tmp_path):
+    for name in ("run [old]", "run[/b]", "run[red]"):
+        code, out, _ = run(capsys, "patch", stock, tmp_path / name)
+        assert code == 0 and out == f"Written: {tmp_path / name}\n"
+
+
+def test_an_output_that_cannot_show_a_letter_shows_another(monkeypatch, stock, texts, tmp_path):
+    """A pipe on Windows (cp1252), or LC_ALL=C: the work is done by then, and only its words are poorer."""
+    for encoding in ("ascii", "cp1252"):
+        screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", screen)
+            cli_stops(["patch", stock, tmp_path / "p", "--texts", texts])
+        screen.flush()
+        assert "Written: " in screen.buffer.getvalue().decode(encoding)
+
+
+def cli_stops(arguments) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(a) for a in arguments])
+    assert not stop.value.code
+
+
+def test_a_model_without_a_tokenizer_reads_no_texts(capsys, texts, tmp_path):
+    """transformers makes up a tokenizer that knows no word: fits and measures on it would be of noise."""
+    tiny_bert(patched=False).save_pretrained(tmp_path / "bert")
+    vit = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    ViTModel(vit).save_pretrained(tmp_path / "vit")
+    gpt = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
+    GPT2LMHeadModel(gpt).save_pretrained(tmp_path / "gpt")
+    wav = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    wav |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "hidden_size": 8}
+    Wav2Vec2Model(Wav2Vec2Config(**wav, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path / "wav")
+    for name in ("bert", "vit", "gpt", "wav"):
+        for verb in (["patch", tmp_path / name, tmp_path / "out"], ["diagnose", tmp_path / name]):
+            code, out, err = run(capsys, *verb, "--texts", texts)
+            assert code == 1 and out == "" and f"{tmp_path / name} holds no tokenizer" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_and_its_decoder_read_the_texts(capsys, stock, texts, tmp_path):
+    shape = {"d_model": 8, "d_ff": 8, "num_layers": 2, "num_heads": 2, "d_kv": 4, "vocab_size": 20}
+    T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(tmp_path / "t5")
+    for file in stock.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "t5")
+    code, out, err = run(capsys, "patch", tmp_path / "t5", tmp_path / "p", "--texts", texts, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert len(report["rows"]) == 12 and not report["never_called"]  # 2 × 2 norms, 2 × 3, and one at each end
+    for verb in ("gates", "diagnose"):
+        code, _, err = run(capsys, verb, tmp_path / "p", "--texts", texts)
+        assert code == 0, err
+
+
+def test_texts_are_cut_to_what_the_model_has_positions_for(capsys, stock, tmp_path):
+    folder = shutil.copytree(stock, tmp_path / "bert")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("model_max_length")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "long.txt").write_text("a b " * 500)
+    code, _, err = run(capsys, "patch", folder, tmp_path / "out", "--texts", tmp_path / "long.txt")
+    assert code == 0, err
+
+
+def test_a_mark_of_the_encoding_is_no_text(stock, tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_bytes(b"\xef\xbb\xbfa b\r\n\r\nb\r\n")
+    (batch,) = cli.parts.batches(tiny_bert(patched=False), str(stock), file)
+    assert batch["input_ids"].tolist() == [[2, 3], [3, 0]]
+
+
+@pytest.mark.parametrize("file", ["picture", "picture.foo", "no/such/folder/picture.png", "."])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(capsys, monkeypatch, stock, texts, tmp_path, file):
+    monkeypatch.setattr(cli.parts, "load", lambda path: pytest.fail("the work began"))
+    for verb in ("gates", "diagnose"):
+        code, out, err = run(capsys, verb, stock, "--texts", texts, "--plot", tmp_path / file)
+        assert code == 2 and out == "" and "--plot" in err
+    assert list(tmp_path.iterdir()) == [texts]
+
+
+def test_it_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf_autonorm_cli", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("hf_autonorm_cli", run_name="__main__")
+    assert "hf-autonorm demo" in capsys.readouterr().out
 
 
 def test_env(capsys):

@@ -162,6 +162,47 @@ def test_an_unpatched_run_and_one_that_diverged(tmp_path):
     assert "loss –" in words and page_data(text)["gates"] is None
 
 
+def without_numbers(value):
+    """`value` with NaN for every float in it."""
+    if isinstance(value, dict):
+        return {name: without_numbers(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [without_numbers(v) for v in value]
+    return math.nan if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("part", ["metrics", "train_loss", "gate_history", "freeze_decision", "stationarity"])
+def test_a_run_whose_numbers_are_none_still_has_its_page(part, tmp_path):
+    """A run that diverged is the one whose page is wanted most."""
+    run = made_run(tmp_path)
+    results = json.loads((run / "results.json").read_text())
+    results[part] = without_numbers(results[part])
+    if part in ("gate_history", "freeze_decision"):  # these two go by epochs; the threshold is a setting
+        for entry, epoch in zip(results["gate_history"], range(1, EPOCHS + 1)):
+            entry["epoch"] = float(epoch)
+        results["freeze_decision"] |= {"epoch": 3.0, "threshold": 0.1}
+    if part == "stationarity":
+        results[part]["drift"][0] |= {"epoch": 2.0, "layers": {"a": 0.1, "b": math.nan}}
+    (run / "results.json").write_text(json.dumps(results))
+    words = words_of(write_report(run).read_text(encoding="utf-8"))
+    assert "nan" not in words.lower() and "None" not in words
+
+
+def test_what_is_logged_and_is_no_number_has_no_curve(tmp_path):
+    """Freeze decisions (several, of the rule "converged"), scores by class and confusion matrices are logged, too."""
+    log = []
+    for step in (1, 2, 3):
+        log.append({"step": step, "loss": 1.0 / step})
+        log.append({"step": step, "gate_decision": {"frozen": ["a"], "entropy": 0.05}})
+        log.append({"step": step, "eval_f1": [0.5, 0.25], "eval_confusion": [[1, 2], [3, 4]], "eval_name": "x"})
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    metrics = {"test": {"accuracy": 0.5, "f1": [0.5, 0.25], "by_class": {"a": 1.0}}}
+    (tmp_path / "results.json").write_text(json.dumps({"metrics": metrics}))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert [curve["name"] for curve in page_data(text)["curves"]] == ["loss"]
+    assert "accuracy 0.5" in words_of(text) and "f1" not in words_of(text)
+
+
 @pytest.mark.parametrize("length", [1, 2, 299, 300, 301, 5000])
 def test_long_runs_are_thinned_to_what_a_screen_shows(tmp_path, length):
     log = [{"step": step, "loss": float(step)} for step in range(1, length + 1)]

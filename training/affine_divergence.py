@@ -46,7 +46,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import HfArgumentParser
 
-from training.divergence_report import write_report
+from training.divergence_report import FIXED, write_report
 from training.divergence_statistics import best_rate
 from training.divergence_training import HUB_ID, METHODS, Run, load_images, train
 from training.records import drop_torn_line, read_records
@@ -138,8 +138,16 @@ def run_all(scale: Scale, args: Arguments, path: Path) -> None:
     """Appends a line to `path` for every run of the plan that is not in it."""
     if args.workers > 1:
         torch.set_num_threads(1)  # before any work: a process with a pool of threads must not be forked
-    images = load_images(args.data_dir, scale.counts, path.with_name("images.pt"))
     source = Path(args.data_dir).name if args.data_dir else HUB_ID
+    plan = asdict(cells(scale, source)[0])
+    for record in read_records(path):
+        for name in FIXED:
+            if record[name] != plan[name]:
+                raise ValueError(
+                    f"{path} holds runs with {name}={record[name]!r}, not {plan[name]!r}: another --scale or "
+                    "other data. Give another --output_dir."
+                )
+    images = load_images(args.data_dir, scale.counts, path.with_name("images.pt"))
     global DATA
     DATA = images.to_float(args.device)
     gc.collect()

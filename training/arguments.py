@@ -124,9 +124,21 @@ def parse_args(argv: list[str] | None = None) -> tuple[DataArguments, VariantArg
     if not data.task:
         raise ValueError(f"No task: give a recipe by --config, or --task with one of {', '.join(TASKS)}.")
 
+    least = dict.fromkeys(("max_length", "max_train_samples", "max_eval_samples", "preprocessing_num_workers"), 1)
+    least |= dict.fromkeys(("random_crop", "mixup", "cutmix", "calibrate", "monitor_every"), 0)
+    for name, value in (asdict(data) | asdict(variant)).items():
+        if value is not None and name in least and value < least[name]:
+            raise ValueError(f"{name}={value} must be at least {least[name]}.")
+
     names = {"variant": variant.variant, "seed": training.seed}
-    training.output_dir = training.output_dir.format(**names)
-    training.run_name = (training.run_name or Path(training.output_dir).name).format(**names)
+    try:
+        training.output_dir = training.output_dir.format(**names)
+        training.run_name = (training.run_name or Path(training.output_dir).name).format(**names)
+    except (LookupError, ValueError):
+        raise ValueError(
+            f"output_dir={training.output_dir!r}, run_name={training.run_name!r}: "
+            "braces are for {variant} and {seed}."
+        ) from None
     if Path(training.output_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"output_dir={training.output_dir!r} holds the current directory; name a folder of its own.")
     return data, variant, training
@@ -139,8 +151,11 @@ def read_baseline(folder: str | None, data: DataArguments) -> dict | None:
     path = Path(folder, "results.json")
     if not path.is_file():
         raise ValueError(f"baseline={folder!r} has no results.json; run the same command with --variant ln first.")
-    results = json.loads(path.read_text(encoding="utf-8"))
-    other = {"variant": results["variant"]} | {name: results["settings"].get(name) for name in asdict(data)}
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        other = {"variant": results["variant"]} | {name: results["settings"].get(name) for name in asdict(data)}
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{path} is not as training/train.py writes it; run with --variant ln again.") from None
     for name, value in ({"variant": "ln"} | asdict(data)).items():
         if other[name] != value:
             raise ValueError(f"baseline={folder!r} was run with {name}={other[name]!r}, not {value!r}.")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_autonorm.hub.facts import call
+from hf_autonorm.patching.record import patch_entries
 from training import ema
 
 
@@ -34,3 +36,20 @@ def is_whole(folder: Path, processes: int, with_ema: bool) -> bool:
     random_states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
     whole = all(zipfile.is_zipfile(folder / name) for name in random_states)
     return whole and (not with_ema or (folder / ema.FILE).is_file())
+
+
+def require_same_patch(checkpoint: str | None, model) -> None:
+    """Raises ValueError where the run that wrote `checkpoint` was of another variant or seed: Trainer would go on with
+    what fits, which between two kinds of gate is everything."""
+    config = Path(checkpoint or "", "config.json")
+    if checkpoint is None or not config.is_file():  # Trainer names a folder that is no checkpoint
+        return
+    record = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") or {}
+    there = [entry["spec"] for entry in record.get("patches", [])]
+    here = [entry["spec"] for entry in patch_entries(model)]
+    if there != here:
+        calls = ["; ".join(map(call, specs)) or "no patch" for specs in (there, here)]
+        raise ValueError(
+            f"{checkpoint} is of another run: {calls[0]}, here {calls[1]}. Give the variant, seed and settings that "
+            "it was written with, or another output_dir."
+        )

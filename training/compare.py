@@ -15,7 +15,9 @@ import json
 import os
 import shlex
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -77,6 +79,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"Unknown variant {variant!r}; there are {', '.join(VARIANTS)}.")
         if unknown := [way for way in ways if way not in WAYS]:
             raise ValueError(f"{name!r} ends in {unknown[0]!r}; there are {', '.join(f'+{way}' for way in WAYS)}.")
+    if args.seeds < 1 or args.workers < 1:
+        raise ValueError(f"--seeds {args.seeds} --workers {args.workers}: at least 1 of each.")
     for option in ("--variant", "--seed", "--config", "--baseline"):
         if any(word.split("=")[0] == option for word in overrides):
             raise ValueError(f"{option} is set for each run; see --variants, --seeds and --recipe.")
@@ -95,9 +99,9 @@ def run_all(args: argparse.Namespace, overrides: list[str], folder: Path, path: 
     drop_torn_line(path)
     done = set()
     for record in read_records(path):
-        if record["overrides"] != overrides:
-            other = shlex.join(record["overrides"])
-            raise ValueError(f"{path} holds runs with other settings, {other!r}; give another --output_dir.")
+        if (record["recipe"], record["overrides"]) != (Path(args.recipe).stem, overrides):
+            other = f"{record['recipe']} with {shlex.join(record['overrides'])!r}"
+            raise ValueError(f"{path} holds runs with other settings, {other}; give another --output_dir.")
         done.add((record["variant"], record["seed"]))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     threads = str(max(1, (os.cpu_count() or 1) // args.workers))
@@ -112,15 +116,34 @@ def run_all(args: argparse.Namespace, overrides: list[str], folder: Path, path: 
             bar = progress.add_task(Path(args.recipe).stem, total=len(asked), completed=len(done & set(asked)))
             for first in (True, False):  # the baselines, then what is compared with them
                 wanted = [run for run in asked if (run[0] == "ln") == first and run not in done]
-                futures = [pool.submit(run_once, args.recipe, *run, str(folder), overrides) for run in wanted]
-                for future in as_completed(futures):
-                    file.write(json.dumps(future.result()) + "\n")
+                calls = [(args.recipe, *run, str(folder), overrides) for run in wanted]
+                for record in as_they_end(pool, calls, args.workers):
+                    file.write(json.dumps(record) + "\n")
                     file.flush()
                     progress.advance(bar)
     finally:
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
+
+
+def as_they_end(pool: Executor, calls: list[tuple], at_once: int) -> Iterator[dict]:
+    """What `run_once` returns for each of `calls`. After one that fails no other is begun; those that run by then are
+    yielded before its error is raised."""
+    waiting, running, failure = iter(calls), set(), None
+    while True:
+        if failure is None:
+            running |= {pool.submit(run_once, *call) for call in islice(waiting, at_once - len(running))}
+        if not running:
+            break
+        ended, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in ended:
+            if future.exception() is None:
+                yield future.result()
+            else:
+                failure = failure or future.exception()
+    if failure is not None:
+        raise failure
 
 
 def run_once(recipe: str, variant: str, seed: int, folder: str, overrides: list[str]) -> dict:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from training.estimates import Estimate, estimate
-from training.records import read_records
+from training.records import read_records, write_whole
 
 # The measure a comparison is about: the first of these that a task reports. True: more is better.
 MEASURES = {"accuracy": True, "rmse": False, "mae": False, "loss": False}
@@ -72,7 +72,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
         text += ["", "## Gates", "", *_gate_lines(records, gated)]
         text += ["", "![Gate entropy by epoch](entropy.png)", "", "![Norm weight by layer](norm_weight.png)"]
     path = folder / "report.md"
-    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(text) + "\n")
     return path
 
 
@@ -87,17 +87,21 @@ def publish(runs: Path, folder: Path) -> Path:
     patched = [record for record in records if record["variant"] != "ln"]
     card = None
     if patched:
-        pick = max if MEASURES[measure] else min
-        best = pick(patched, key=lambda record: record["metrics"]["validation"][measure])
+        best = max(patched, key=lambda record: _goodness(record["metrics"]["validation"][measure], measure))
         card = runs / f"{best['variant']}-{best['seed']}" / "README.md"
         if not card.is_file():
             raise ValueError(f"The best run on the validation split has no model card any more: {card}.")
     folder.mkdir(parents=True, exist_ok=True)
     lines = [without_folders(json.dumps(record)) for record in records]
-    (folder / "runs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(folder / "runs.jsonl", "\n".join(lines) + "\n")
     if card:
-        (folder / "best_run.md").write_text(without_folders(card.read_text(encoding="utf-8")), encoding="utf-8")
+        write_whole(folder / "best_run.md", without_folders(card.read_text(encoding="utf-8")))
     return write_report([json.loads(line) for line in lines], folder)
+
+
+def _goodness(score: float, measure: str) -> float:
+    """More is better, and what is no number is worst: the run has diverged."""
+    return -math.inf if math.isnan(score) else score if MEASURES[measure] else -score
 
 
 def without_folders(text: str) -> str:
@@ -125,7 +129,7 @@ def _table(rows: list[Row], measure: str) -> list[str]:
         "parameters |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in sorted(rows, key=lambda row: row.score.mean, reverse=MEASURES[measure]):
+    for row in sorted(rows, key=lambda row: _goodness(row.score.mean, measure), reverse=True):
         against = "" if row.against is None else _interval(row.against, "+.4f")
         p = (
             ""
@@ -194,7 +198,7 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
 def picture(rows: list[Row], measure: str, path: Path) -> None:
     figure = Figure(figsize=(10, 1.4 + 0.35 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    rows = sorted(rows, key=lambda row: row.score.mean, reverse=not MEASURES[measure])
+    rows = sorted(rows, key=lambda row: _goodness(row.score.mean, measure))
     for y, row in enumerate(rows):
         for axes, value in ((left, row.score), (right, row.against)):
             if value is not None:

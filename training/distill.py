@@ -30,7 +30,6 @@ from rich.table import Table
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoTokenizer,
     DataCollatorWithPadding,
     PrinterCallback,
     Trainer,
@@ -39,15 +38,19 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
-from hf_autonorm import PatchConfig, StrengthRampCallback, calibrate, patch, set_strength
+from hf_autonorm import GateConfig, PatchConfig, StrengthRampCallback, calibrate, patch, set_strength
+from hf_autonorm.hub.reading import load_tokenizer
 from training.embeddings import batched, embed
 from training.models import resolve_model
 from training.records import drop_torn_line, read_records
 from training.variants import VARIANTS
 
+HUB_ID = "stanfordnlp/sst2"
 WAYS = [(start, walk) for start in ("calibrated", "uncalibrated") for walk in ("ramp", "abrupt")]
 RAMP = 0.6  # of the steps
-LOOKS = 6  # at even distances, the last one at the end
+LOOKS = 6  # on the way, at even distances
+# What takes the place of the model's own; a freeze decision has no place in a run of one epoch.
+PATCHES = [name for name, variant in VARIANTS.items() if variant.patch is not None and variant.freeze != "rule"]
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -59,16 +62,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         texts = load_texts(args)
-        settings = {
-            "model": args.model,
-            "steps": args.steps,
-            "batch_size": args.batch_size,
-            "texts": len(texts["fit"]),
-        }
+        settings = {name: getattr(args, name) for name in ("model", "steps", "batch_size", "calibration_texts")}
+        settings["data"] = Path(args.data_dir).resolve().name if args.data_dir else HUB_ID
+        settings["unseen_texts"] = len(texts["unseen"])
         ways = [(name, *way) for name in args.patches for way in WAYS]
         total = len(ways) * (len(args.learning_rates) + len(args.seeds) - 1)
         drop_torn_line(file)
-        with Progress() as progress, file.open("a") as out:
+        with Progress() as progress, file.open("a", encoding="utf-8") as out:
             bar = progress.add_task("distillation", total=total)
             for name, start, walk in ways:
                 mine = {"patch": name, "start": start, "walk": walk, **settings}
@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 for seed in args.seeds[1:]:
                     run_once({**mine, "lr": best, "seed": seed}, texts, runs, out)
                     progress.advance(bar)
+    if not runs:
+        raise ValueError(f"{file} holds no run; run without --report first.")
     Console(width=120).print(report(runs))
     return runs
 
@@ -89,7 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="minilm", help="an encoder: a folder, a Hub id, or minilm (from PyPI)")
     parser.add_argument("--data_dir", help="a folder with SST-2's files; without it they come from the Hub")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/distill"))
-    parser.add_argument("--patches", nargs="+", default=["dyt", "affine_like", "norm_like"], choices=VARIANTS)
+    parser.add_argument("--patches", nargs="+", default=["dyt", "affine_like", "norm_like"], choices=PATCHES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch_size", type=int, default=16)
@@ -97,16 +99,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibration_texts", type=int, default=128)
     parser.add_argument("--unseen", type=int, default=512, help="sentences to measure on")
     parser.add_argument("--report", action="store_true", help="train nothing, draw the table")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size", "calibration_texts", "unseen"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: at least 1.")
+    return args
 
 
 def load_texts(args: argparse.Namespace) -> dict[str, list[str]]:
     """Sentences to calibrate and train on (fit), to choose by (held_out) and to report on (unseen); no two overlap."""
     from datasets import load_dataset
 
-    splits = load_dataset(args.data_dir or "stanfordnlp/sst2")
+    splits = load_dataset(args.data_dir or HUB_ID)
+    if missing := {"train", "validation", "test"} - set(splits):
+        raise ValueError(f"{args.data_dir or HUB_ID} has no split {', '.join(sorted(missing))}; SST-2 has all three.")
     column = "sentence" if "sentence" in splits["train"].column_names else "text"
-    fit = random.Random(0).sample(list(splits["train"][column]), args.steps * args.batch_size + args.calibration_texts)
+    wanted = args.steps * args.batch_size + args.calibration_texts
+    if wanted > len(splits["train"]):
+        raise ValueError(
+            f"steps × batch_size + calibration_texts are {wanted} sentences; the training split has "
+            f"{len(splits['train'])}. Each is seen once: take fewer steps."
+        )
+    fit = random.Random(0).sample(list(splits["train"][column]), wanted)
     others = random.Random(0).sample(list(splits["validation"][column]), min(128, len(splits["validation"])))
     # The Hub's test split has sentences, its labels are hidden: they are not needed here.
     unseen = random.Random(0).sample(list(splits["test"][column]), min(args.unseen, len(splits["test"])))
@@ -126,15 +140,15 @@ def run_once(setting: dict, texts: dict[str, list[str]], runs: list[dict], out) 
 def distill(setting: dict, texts: dict[str, list[str]]) -> dict:
     """One run: cosines with the original, at the start, on the way, and at the end."""
     path = resolve_model(setting["model"])
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     teacher = AutoModel.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
     student = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     for module in student.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the teacher has none
-    patch(
-        student, config=PatchConfig(**{"norm": "autonorm", "seed": setting["seed"]} | VARIANTS[setting["patch"]].patch)
-    )
+    variant = VARIANTS[setting["patch"]]
+    fields = {"norm": "autonorm", "seed": setting["seed"]} | variant.patch
+    patch(student, config=PatchConfig(**fields, gate=GateConfig(**variant.gate)))
     if setting["start"] == "calibrated":
         calibrate(student, batched(tokenizer, texts["calibration"], 32))
     wanted = {name: embed(teacher, tokenizer, texts[name]) for name in ("held_out", "unseen")}
@@ -227,14 +241,14 @@ def report(runs: list[dict]) -> Table:
         "at the end, λ = 1",
     ):
         table.add_column(column, justify="left" if column in ("patch", "start", "walk") else "right")
-    keys = ("model", "patch", "start", "walk", "steps", "batch_size", "texts")
+    keys = ("patch", "start", "walk", "model", "data", "steps", "batch_size", "calibration_texts", "unseen_texts")
     for way in dict.fromkeys(tuple(run[key] for key in keys) for run in runs):
         setting = dict(zip(keys, way))
         rate = best_rate(runs, setting)
         mine = [run for run in runs if (setting | {"lr": rate}).items() <= run.items()]
         end = [run["unseen"] for run in mine]
         table.add_row(
-            *way[1:4], f"{rate:g}", str(len(mine)),
+            *way[:3], f"{rate:g}", str(len(mine)),
             *(f"{statistics.mean(run[name] for run in mine):.4f}" for name in ("at_start", "worst_on_the_way")),
             f"{statistics.mean(end):.4f} ({min(end):.4f} to {max(end):.4f})",
         )  # fmt: skip

@@ -20,6 +20,7 @@ from training.divergence_statistics import (
     slopes_by_seed,
 )
 from training.estimates import Estimate, estimate
+from training.records import write_whole
 
 LABELS = {
     "none": "none",
@@ -184,9 +185,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
         save(draw_sizes(scores), folder / "accuracy_by_size.png")
     save(draw_batches(scores), folder / "accuracy_by_batch_size.png")
     path = folder / "report.md"
-    half_written = path.with_suffix(".tmp")
-    half_written.write_text(text, encoding="utf-8")
-    os.replace(half_written, path)
+    write_whole(path, text)
     print(text)
     return path
 

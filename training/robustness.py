@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `training`, 
 
 import numpy as np
 import torch
-from datasets import Image
+from datasets import ClassLabel, Image
 from rich.progress import Progress
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_autonorm  # noqa: F401  patched models load by the stock classes
 from training.augmentation import evaluation_transform
-from training.data import find_column, load_splits
-from training.records import drop_torn_line, read_records
+from training.data import find_column, load_splits, three_splits, with_class_labels
+from training.records import drop_torn_line, read_records, write_whole
 from training.tasks.image_classification import processor_settings
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -44,15 +44,22 @@ def main(argv: list[str] | None = None) -> Path:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "accuracy.jsonl"
     source = PUBLISHED if args.corrupted else MADE
+    data = Path(args.data_dir).resolve().name if args.data_dir else args.dataset_name
     drop_torn_line(path)
     done = {key_of(record) for record in read_records(path)}
     models = {name: load(name) for name in args.models}
     names = corruptions(args)
     with Progress() as progress, path.open("a", encoding="utf-8") as file:
         bar = progress.add_task("corruptions", total=1 + len(names) * len(SEVERITIES))
-        for corruption, severity, images, labels in image_sets(args, names, done, source):
+        for corruption, severity, images, labels in image_sets(args, names, done, (source, data)):
             for name, (model, transform) in models.items():
-                record = {"model": name, "source": source, "corruption": corruption, "severity": severity}
+                record = {
+                    "model": name,
+                    "source": source,
+                    "data": data,
+                    "corruption": corruption,
+                    "severity": severity,
+                }
                 record |= {"asked": args.max_images}
                 if key_of(record) not in done:
                     score = accuracy(model, transform, images, labels, args.batch_size)
@@ -69,17 +76,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dataset_name", default="uoft-cs/cifar10", help="Hub id of the clean images")
     parser.add_argument("--dataset_config", help="configuration of that dataset")
     parser.add_argument("--data_dir", help="a local folder with the clean images, used instead")
+    parser.add_argument("--image_column", default="img", help="column of the image")
+    parser.add_argument("--label_column", default="label", help="column of the label")
     parser.add_argument("--max_images", type=int, help="the first so many of each set")
     parser.add_argument("--batch_size", type=int, default=256)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/robustness"))
     args = parser.parse_args(argv)
+    if args.max_images is not None and args.max_images < 1:
+        raise ValueError(f"--max_images {args.max_images}: at least 1.")
     if args.corrupted and not (args.corrupted / "labels.npy").is_file():
         raise ValueError(f"{args.corrupted} is no CIFAR-10-C folder: it holds no labels.npy.")
     return args
 
 
 def key_of(record: dict) -> tuple:
-    return tuple(record[name] for name in ("model", "source", "corruption", "severity", "asked"))
+    return tuple(record[name] for name in ("model", "source", "data", "corruption", "severity", "asked"))
 
 
 def load(name: str):
@@ -111,7 +122,7 @@ def image_sets(args, names, done, source) -> Iterator[tuple[str, int, np.ndarray
         # Mapped into memory: one file is 150 MB.
         published = np.load(args.corrupted / f"{corruption}.npy", mmap_mode="r") if args.corrupted else None
         for severity in SEVERITIES:
-            asked = [(name, source, corruption, severity, args.max_images) for name in args.models]
+            asked = [(name, *source, corruption, severity, args.max_images) for name in args.models]
             if done.issuperset(asked):
                 yield corruption, severity, clean[:0], labels[:0]
             elif published is None:
@@ -123,10 +134,18 @@ def image_sets(args, names, done, source) -> Iterator[tuple[str, int, np.ndarray
 
 
 def clean_images(args) -> tuple[np.ndarray, np.ndarray]:
+    """The test split of a training run on the same data, its labels numbered as there."""
     splits = load_splits(args)
-    image = find_column(splits, "img", "image_column", Image)
-    rows = splits["test"].select(range(min(args.max_images or len(splits["test"]), len(splits["test"]))))
-    return np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]]), np.asarray(rows["label"])
+    image = find_column(splits, args.image_column, "image_column", Image)
+    label = find_column(splits, args.label_column, "label_column", ClassLabel)
+    rows = with_class_labels(three_splits(splits, label), label)["test"]
+    rows = rows.select(range(min(args.max_images or len(rows), len(rows))))
+    pictures = [np.asarray(picture.convert("RGB")) for picture in rows[image]]
+    if sizes := {picture.shape for picture in pictures[1:]} - {pictures[0].shape}:
+        raise ValueError(
+            f"The images are of several sizes, {pictures[0].shape} and {sizes.pop()}; CIFAR's are of one."
+        )
+    return np.stack(pictures), np.asarray(rows[label])
 
 
 def corrupted(images: np.ndarray, corruption: str, severity: int) -> np.ndarray:
@@ -160,12 +179,14 @@ def accuracy(model, transform, images: np.ndarray, labels: np.ndarray, batch_siz
 def write_report(records: list[dict], folder: Path) -> Path:
     scores: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        scores[record["source"], record["asked"]][record["model"], record["corruption"]].append(record["accuracy"])
+        scores[record["source"], record["data"], record["asked"]][record["model"], record["corruption"]].append(
+            record["accuracy"]
+        )
     lines = ["# Accuracy on corrupted images", ""]
-    for (source, asked), table in scores.items():
+    for (source, data, asked), table in scores.items():
         models = list(dict.fromkeys(model for model, _ in table))
         names = [name for name in dict.fromkeys(name for _, name in table) if name != "clean"]
-        lines += [f"Images: {source}; {asked or 'all'} of each set; mean over the severities 1 to 5.", ""]
+        lines += [f"Images: {data}, {source}; {asked or 'all'} of each set; mean over the severities 1 to 5.", ""]
         lines += [f"| corruption | {' | '.join(f'`{model}`' for model in models)} |", "|---|" + "---:|" * len(models)]
         means = {(model, name): mean(values) for (model, name), values in table.items()}
         rows = {"clean": "clean images"} | {name: name for name in names}
@@ -177,7 +198,7 @@ def write_report(records: list[dict], folder: Path) -> Path:
             "",
         ]
     path = folder / "report.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_whole(path, "\n".join(lines))
     return path
 
 
@@ -186,4 +207,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    print(main().read_text())
+    print(main().read_text(encoding="utf-8"))

@@ -57,9 +57,10 @@ from transformers import Trainer, enable_full_determinism, set_seed
 from hf_autonorm import GateFreezeCallback, ModelCardCallback, StationarityCallback, save_pretrained
 from hf_autonorm.hub.facts import without_secrets
 from training.arguments import parse_args, read_baseline
-from training.checkpoints import find_checkpoint
+from training.checkpoints import find_checkpoint, require_same_patch
 from training.ema import EmaCallback
 from training.models import hub_id
+from training.records import write_whole
 from training.tasks import load_task
 from training.variants import apply_variant
 
@@ -91,6 +92,7 @@ def main(argv: list[str] | None = None) -> dict:
     checkpoint = find_checkpoint(
         training_args.resume_from_checkpoint, training_args.output_dir, training_args.world_size, with_ema
     )
+    require_same_patch(checkpoint, model)
     callbacks += task.callbacks
     callbacks += [EmaCallback(variant_args.ema_decay, checkpoint)] if with_ema else []
 
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict:
         "variant": variant_args.variant,
         "seed": training_args.seed,
         "metrics": metrics,
-        "train_loss": trained.training_loss,
+        "train_loss": trained.training_loss if checkpoint is None else None,  # Trainer's is of the steps since then
         "freeze_decision": watcher.decision if watcher else None,
         "gate_history": watcher.history if watcher else [],
         "stationarity": stationarity,
@@ -161,8 +163,7 @@ def main(argv: list[str] | None = None) -> dict:
         ),
     }
     if trainer.is_world_process_zero():
-        text = json.dumps(results, indent=2) + "\n"
-        Path(training_args.output_dir, "results.json").write_text(text, encoding="utf-8")
+        write_whole(Path(training_args.output_dir, "results.json"), json.dumps(results, indent=2) + "\n")
     if variant_args.variant == "ln":
         trainer.save_model()
     else:

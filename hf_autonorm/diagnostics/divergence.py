@@ -48,7 +48,7 @@ class Diagnosis(AsTable):
         from rich.table import Table
 
         layers = Table(title=f"Divergence of {len(self.layers)} affine layers; loss: {self.loss}")
-        layers.add_column("module")
+        layers.add_column("module", overflow="fold")  # a name that is cut is another module's, too
         layers.add_column("layer")
         for title in ("‖x‖²+1", "spread", "divergence", "cosine", "scale", "interference"):
             layers.add_column(title, justify="right")
@@ -59,7 +59,7 @@ class Diagnosis(AsTable):
             layers.caption = f"not reached on these batches: {', '.join(self.not_reached)}"
         norms = Table(title="Dytness: how well Dynamic Tanh can stand in for a norm")
         for title in ("module", "norm", "R²", "α"):
-            norms.add_column(title, justify="left" if title in ("module", "norm") else "right")
+            norms.add_column(title, justify="left" if title in ("module", "norm") else "right", overflow="fold")
         for norm in self.norms:
             norms.add_row(norm.name, norm.layer, f"{norm.r2:.4f}", f"{norm.alpha:.4g}")
         return Group(layers, norms) if self.norms else layers

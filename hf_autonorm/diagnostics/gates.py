@@ -41,7 +41,7 @@ class Gates(AsTable, list):
         titles = [f"{count} gates"] if count else []
         titles += [f"{len(self) - count} norms without a gate that learns"] if count < len(self) else []
         table = Table(title=", ".join(titles))
-        table.add_column("module")
+        table.add_column("module", overflow="fold")
         for column in (*(f"w({name})" for name in names), "entropy", "frozen", "strength", "R²"):
             table.add_column(column, justify="right")
         for row in self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ def check_numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, floa
     numbers = {}
     for name, value in (values or {}).items():
         if hasattr(value, "item"):
-            value = value.item()
+            with contextlib.suppress(ValueError, RuntimeError):  # scores by class: more than one number
+                value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CardError(f"{what}[{name!r}]={value!r} must be a number")
         numbers[str(name)] = value
@@ -90,10 +92,16 @@ def check_numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, floa
 
 def dataset_parts(dataset: str | Mapping[str, str] | None) -> dict[str, str | None]:
     """type (an id), name, config, split of a dataset given by its id, by a free name or as those parts."""
+    if not isinstance(dataset, (str, Mapping, type(None))):
+        raise CardError(
+            f"dataset={dataset!r:.200} must be a Hub id, a name, or a dict of type, name, config and split"
+        )
     parts = {"type": dataset} if isinstance(dataset, str) else dict(dataset or {})
     unknown = set(parts) - {"type", "name", "config", "split", "revision"}
     if unknown:
         raise CardError(f"dataset has the keys {sorted(unknown)}; known are type, name, config, split and revision")
+    if wrong := [key for key, value in parts.items() if not isinstance(value, (str, type(None)))]:
+        raise CardError(f"dataset: {wrong[0]}={parts[wrong[0]]!r:.200} must be a word")
     name = parts.get("name") or parts.get("type") or "not stated"
     given = parts.get("type") or name
     hub_id = given if _HUB_ID.fullmatch(given) else None

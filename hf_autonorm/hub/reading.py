@@ -90,6 +90,35 @@ def local_folder(path: str | os.PathLike, **options: Any) -> Path:
         raise FolderError(f"{missing}, and the Hub gives no model of this name: {said}") from error
 
 
+def load_tokenizer(path: str | os.PathLike, **options: Any) -> Any:
+    """The tokenizer beside a model in a folder or on the Hub; `options` are for `AutoTokenizer.from_pretrained`.
+
+    Its `model_max_length` is at most what the model has positions for. Raises FolderError where there is none:
+    transformers makes up one without a vocabulary, in which every word is unknown.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        empty = not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    except (ValueError, OSError, TypeError) as error:
+        if not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
+            raise
+        raise FolderError(_NO_TOKENIZER.format(path=path)) from error
+    if empty:
+        raise FolderError(_NO_TOKENIZER.format(path=path))
+    positions = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    return tokenizer
+
+
+_NO_TOKENIZER = (
+    "{path} holds no tokenizer, so texts cannot be read: save one beside the model "
+    "(tokenizer.save_pretrained(folder)). Models of images and sound have none: give them batches in Python"
+)
+
+
 def _similar(folder: Path) -> str:
     """` (nearest: 'my-model')`: folders beside the missing one whose names are like it."""
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()

@@ -122,10 +122,11 @@ def save_pretrained(
                     callbacks=callbacks,
                     license=license,
                 )
-            except CardError as error:  # a wrong word in the card is no reason to lose the weights
+            except Exception as error:  # what is wrong with a card, or its pictures, is no reason to lose the weights
                 failure = error
     if failure is not None:
-        raise type(failure)(f"{failure}. The model itself is saved in {directory}") from failure
+        said = str(failure) if isinstance(failure, CardError) else f"the card: {type(failure).__name__}: {failure}"
+        raise CardError(f"{said}. The model itself is saved in {directory}") from failure
     return Path(directory)
 
 

@@ -55,7 +55,7 @@ class CalibrationReport(AsTable):
         table.caption = "\n".join(said) or None
         shown = [name for name in ("alpha", "gain") if any(getattr(row, name) is not None for row in self.rows)]
         for column in ("module", "branch", "R²", *({"alpha": "α", "gain": "gain"}[name] for name in shown)):
-            table.add_column(column, justify="left" if column in ("module", "branch") else "right")
+            table.add_column(column, justify="left" if column in ("module", "branch") else "right", overflow="fold")
         for row in self.rows:
             numbers = (getattr(row, name) for name in shown)
             cells = ("" if number is None else f"{number:.4g}" for number in numbers)

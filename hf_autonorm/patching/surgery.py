@@ -55,8 +55,8 @@ class Plan(AsTable, list):
 
     def table(self):
         """A `rich.table.Table`, one line for the modules of repeated blocks that fare alike."""
-        from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         added = sum(row.added_parameters for row in self)
         table = Table(
@@ -69,10 +69,10 @@ class Plan(AsTable, list):
         for row in self:
             groups.setdefault((pattern(row.name), row.old_class, row.new_class, row.reason), []).append(row)
         for (modules, old, new, reason), rows in groups.items():
-            becomes = new if reason is None else f"[dim]left alone: {escape(reason)}[/dim]"
+            becomes = new if reason is None else Text(f"left alone: {reason}", style="dim")
             parameters = f"{sum(row.added_parameters for row in rows):,}" if reason is None else ""
             name = modules if len(rows) > 1 else rows[0].name or modules
-            table.add_row(escape(name), str(len(rows)), old, becomes, parameters)
+            table.add_row(name, str(len(rows)), old, becomes, parameters)
         return table
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -244,6 +245,25 @@ def test_metrics_that_are_no_mapping_do_not_cost_the_weights(tmp_path):
             save_pretrained(model, tmp_path / "model", metrics=wrong)
         assert same_state(model, from_pretrained(tmp_path / "model"))
         shutil.rmtree(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"metrics": {"f1": torch.tensor([0.9, 0.8])}}, r"metrics\['f1'\].*must be a number"),
+        ({"metrics": {"f1": np.array([0.9, 0.8])}}, r"metrics\['f1'\].*must be a number"),
+        ({"metrics": {"test": {"f1": 0.9}}}, r"metrics\['test'\].*must be a number"),
+        ({"metrics": {"steps": 10**400}}, "too large"),
+        ({"dataset": 5}, "dataset=5 must be a Hub id"),
+        ({"dataset": {"type": "nyu-mll/glue", "config": 5}}, "config=5 must be a word"),
+        ({"callbacks": 5}, "not iterable"),
+    ],
+)
+def test_nothing_that_is_wrong_with_the_card_costs_the_weights(facts, words, tmp_path):
+    model = tiny_bert()
+    with pytest.raises(CardError, match=f"{words}.*is saved in"):
+        save_pretrained(model, tmp_path / "model", **facts)
+    assert same_state(model, from_pretrained(tmp_path / "model"))
 
 
 def test_paths_that_hold_no_model(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -400,3 +401,12 @@ def test_slope_and_interval_are_scipys():
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
     assert e[:3] == pytest.approx((np.mean(values), low, high))
     assert e.p == pytest.approx(stats.ttest_rel(values, [0] * 4).pvalue)
+
+
+def test_runs_of_another_scale_are_refused_before_any_is_made(smoke, tiny_cifar, tmp_path, monkeypatch):
+    monkeypatch.setattr(affine_divergence, "load_images", lambda *_: pytest.fail("it began"))
+    shutil.copy(smoke / "runs.jsonl", tmp_path)
+    for other in (["--scale", "cpu", "--data_dir", str(tiny_cifar)], ["--scale", "smoke"]):  # the Hub's images
+        with pytest.raises(ValueError, match="Give another --output_dir"):
+            main([*other, "--output_dir", str(tmp_path)])
+    assert [file.name for file in tmp_path.iterdir()] == ["runs.jsonl"]

@@ -91,3 +91,21 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, processes):
 def test_a_named_checkpoint_is_taken_as_it_is(tmp_path):
     assert find_checkpoint("some/folder", str(tmp_path), 1, True) == "some/folder"
     assert find_checkpoint(None, str(tmp_path), 1, True) is None
+
+
+@pytest.mark.parametrize("other", ["autonorm_hard", "dyt", "ln", "autonorm --seed 1"])
+def test_a_checkpoint_of_another_run_is_refused(other, root, tiny_bert, tmp_path):
+    """Two kinds of gate have the same parameters: Trainer would load all, and mix two runs without a word."""
+    pytest.importorskip("vaderSentiment")
+    command = f"""
+        --config {root}/training/recipes/word_sentiment.yaml --model_name_or_path {tiny_bert} --use_cpu true
+        --max_train_samples 16 --max_eval_samples 4 --max_steps 2 --save_steps 1 --save_strategy steps
+        --eval_strategy no --disable_tqdm true --output_dir {tmp_path}
+    """.split()
+    first = main([*command, "--variant", "autonorm"])
+    assert first["train_loss"] > 0
+    with pytest.raises(ValueError, match="checkpoint-2 is of another run: patch(.*), here"):
+        main([*command, "--resume_from_checkpoint", "last", "--variant", *other.split()])
+    again = main([*command, "--resume_from_checkpoint", "last", "--variant", "autonorm"])
+    assert again["metrics"]["test"]["loss"] == first["metrics"]["test"]["loss"]
+    assert again["train_loss"] is None  # of no step since the checkpoint; Trainer says 0

@@ -1,7 +1,9 @@
 """compare.py: runs in pairs, goes on after a break, and its numbers are those of an independent calculation."""
 
 import json
+import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,9 @@ from scipy import stats
 
 pytest.importorskip("datasets")
 
+from training import compare
 from training.compare import main, parse_args
-from training.comparison import rows_of, without_folders, write_report
+from training.comparison import publish, rows_of, without_folders, write_report
 from training.summary import main as summary
 
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
@@ -132,11 +135,66 @@ def test_one_seed_has_no_interval(tmp_path):
         (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", "ln,dty"], "'dty'"),
         (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", "dyt+rmap"], "there are .calibrated, .ramp"),
         (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--seed", "3"], "--seeds"),
+        (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--seeds", "0"], "at least 1"),
+        (["--recipe", str(RECIPES / "pos_ewt.yaml"), "--workers", "0"], "at least 1"),
     ],
 )
 def test_mistakes_are_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         parse_args(arguments)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("fails", [0, 3, 7, None])
+def test_a_run_that_fails_ends_it_and_costs_no_other_its_result(at_once, fails, monkeypatch):
+    begun = []
+
+    def run(number):
+        begun.append(number)
+        if number == fails:
+            raise ValueError("out of memory")
+        return {"number": number}
+
+    monkeypatch.setattr(compare, "run_once", run)
+    outcomes = []
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for record in compare.as_they_end(pool, [(number,) for number in range(8)], at_once):
+                outcomes.append(record["number"])
+        except ValueError as error:
+            assert str(error) == "out of memory"
+    assert sorted(outcomes) == [number for number in sorted(begun) if number != fails]
+    assert len(begun) == 8 if fails is None else fails in begun and len(begun) < fails + 2 * at_once
+
+
+def test_runs_of_another_recipe_are_not_taken_for_this_ones(tmp_path):
+    arguments = ["--recipe", str(RECIPES / "pos_ewt.yaml"), "--scale", "smoke", "--output_dir", str(tmp_path)]
+    _, overrides = parse_args(arguments)
+    lines = [json.dumps(record | {"overrides": overrides}) + "\n" for record in made_up(seeds=3)]
+    (tmp_path / "runs.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match="other settings, made_up"):
+        main(arguments)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_run_that_diverged_is_neither_first_nor_the_best(place, tmp_path):
+    """A score of NaN compares with nothing: wherever it stands, `max` and `sorted` may go wrong by it."""
+    records = made_up(("ln", "dyt", "derf", "film"), seeds=1, measure="rmse")
+    variant = records[place]["variant"]
+    for record in records:
+        record["metrics"]["validation"] = record["metrics"]["test"]
+        if record["variant"] == variant:
+            record["metrics"]["test"]["rmse"] = math.nan
+        (tmp_path / "runs" / f"{record['variant']}-0").mkdir(parents=True)
+        (tmp_path / "runs" / f"{record['variant']}-0" / "README.md").write_text(record["variant"])
+    (tmp_path / "runs" / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    report = publish(tmp_path / "runs", tmp_path / "cards")
+    rows = [line.split("`")[1] for line in _table(report) if line.startswith("| `")]
+    finite = [r for r in records if r["variant"] != variant]
+    order = [r["variant"] for r in sorted(finite, key=lambda r: r["metrics"]["test"]["rmse"])]
+    assert rows == [*order, variant]
+    best = next(name for name in order if name != "ln")
+    assert (tmp_path / "cards" / "best_run.md").read_text() == best
 
 
 def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():

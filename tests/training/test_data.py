@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training import made_data
-from training.data import find_column, load_splits, three_splits, with_class_labels
+from training.data import find_column, load_splits, require_texts, three_splits, with_class_labels
 from training.data.files import read_files, split_of
 from training.data.idx import read_array
 from training.data.treebank import ESCAPES, article_split, conllu_rows, tree_rows
@@ -146,6 +146,40 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         load_splits(type("Args", (), {"data_dir": None, "dataset_name": None, "dataset_config": None}))
 
 
+def test_hidden_files_are_no_data(tmp_path):
+    """Notebooks keep copies of what they edited, macOS puts halves of files into zip archives, Excel locks."""
+    (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\n")
+    for name in (".ipynb_checkpoints/train-checkpoint.csv", "__MACOSX/._train.csv", "~$train.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text,label\nc,1\n")
+    assert read_files(str(tmp_path))["train"]["text"][:] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["train.csv", "test.csv", "my validation set.csv", "x-dev.conllu"])
+def test_one_file_is_one_table_whatever_its_name_says(name, tmp_path):
+    text = made_data.CONLLU * 9 if name.endswith("conllu") else "text,label\n" + "a,0\nb,1\n" * 9
+    (tmp_path / name).write_text(text)
+    splits = load_splits(type("Args", (), {"data_dir": str(tmp_path / name)}))
+    assert list(splits) == ["train"] and len(three_splits(splits)["test"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("train.csv", b"", "No columns"),
+        ("train.csv", b"text,label\ncaf\xe9,1\n", "utf-8"),
+        ("x-train.conllu", b"1\ta\n\n", "x-train.conllu is no CoNLL-U: .* has 2 of its 10 fields"),
+        ("wsj_0001.mrg", b"( (S (NN a) )", "unbalanced brackets"),
+        ("test.csv", b"text,label\na,0\n", "no training split, only test"),
+    ],
+)
+def test_why_a_file_cannot_be_read_is_said(name, content, words, tmp_path):
+    """`datasets` says "An error occurred while generating the dataset"."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        load_splits(type("Args", (), {"data_dir": str(tmp_path)}))
+
+
 def test_which_split_a_file_is_of(tmp_path):
     names = {
         "en_ewt-ud-dev.conllu": "validation",
@@ -221,3 +255,39 @@ def test_plain_labels_become_classes(values, names):
     feature = splits["train"].features["label"]
     assert feature.names == names
     assert [feature.int2str(index) for index in splits["train"]["label"]] == [str(value) for value in values]
+
+
+NO_LABEL = "rows of train have nothing in the column 'label'"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1, 1, 1], "the same label"),
+        ([0, None, 1], "1 " + NO_LABEL),
+        (["good", None, None], "2 " + NO_LABEL),
+        ([0.25, 0.5, 0.25], "fractions"),
+        ([[0], [1], [0]], "one class a row"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(values, words):
+    """Among them those that a model would learn without a complaint: one class alone is always right."""
+    with pytest.raises(ValueError, match=words):
+        with_class_labels(DatasetDict(train=Dataset.from_dict({"label": values})), "label")
+
+
+def test_class_labels_are_held_to_the_same():
+    for values, words in (([0, -1, 1], "1 " + NO_LABEL), ([1, 1, 1], "the same label")):
+        rows = Dataset.from_dict({"label": values}, features=Features(label=ClassLabel(names=["a", "b"])))
+        with pytest.raises(ValueError, match=words):
+            with_class_labels(DatasetDict(train=rows), "label")
+    splits = {"train": Dataset.from_dict({"label": [0, 1]}), "test": Dataset.from_dict({"label": ["0", "1"]})}
+    with pytest.raises(ValueError, match="int64 in train, string in test"):
+        with_class_labels(DatasetDict(splits), "label")
+
+
+def test_a_text_column_holds_texts():
+    require_texts(DatasetDict(train=Dataset.from_dict({"text": ["a", ""]})), "text")
+    for values, words in ((["a", None], "1 rows of train have nothing"), ([1, 2], "int64")):
+        with pytest.raises(ValueError, match=words):
+            require_texts(DatasetDict(train=Dataset.from_dict({"text": values})), "text")

@@ -2,13 +2,15 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from training.distill import WAYS, best_rate, main
+from training import distill
+from training.distill import PATCHES, WAYS, best_rate, main
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,57 @@ def test_runs_resumes_and_reports(folders, tmp_path, capsys):
     capsys.readouterr()
     assert main(["--output_dir", str(tmp_path), "--report"]) == again
     assert "affine_like" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_each_patch_is_put_on_as_its_variant_says(folders, patch, monkeypatch):
+    """Its gate too: else `autonorm_softmax` would be a second run of `autonorm`."""
+
+    class Stop(Exception):
+        pass
+
+    def look(student, config):
+        variant = distill.VARIANTS[patch]
+        fields = {"norm": "autonorm"} | variant.patch
+        assert {name: getattr(config, name) for name in fields} == fields
+        assert {name: getattr(config.gate, name) for name in variant.gate} == variant.gate
+        raise Stop
+
+    monkeypatch.setattr(distill, "patch", look)
+    with pytest.raises(Stop):
+        distill.distill({"model": str(folders / "model"), "patch": patch, "seed": 0}, {})
+
+
+def test_runs_of_other_settings_are_made_anew(folders, tmp_path, monkeypatch):
+    scores = {"at_start": 0.0, "held_out": 0.5, "unseen": 0.5, "worst_on_the_way": 0.0}
+    made = []
+    monkeypatch.setattr(distill, "distill", lambda setting, texts: made.append(setting) or scores)
+    arguments = {"--model": folders / "model", "--data_dir": folders / "data", "--output_dir": tmp_path}
+    arguments |= {"--patches": "dyt", "--steps": 2, "--batch_size": 4, "--learning_rates": 0.1, "--seeds": 0}
+    arguments |= {"--calibration_texts": 8, "--unseen": 20}
+    other = tmp_path / "other"
+    shutil.copytree(folders / "data", other)
+    for change in ({}, {"--unseen": 10}, {"--calibration_texts": 4}, {"--data_dir": other}):
+        for already in (False, True):
+            made.clear()
+            main([str(word) for pair in (arguments | change).items() for word in pair])
+            assert len(made) == (0 if already else len(WAYS)), (change, already)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--steps": 0}, "at least 1"),
+        ({"--steps": 1000}, "training split has 80"),
+        ({"--data_dir": "ONE"}, "no split test, validation"),
+        ({"--report": None}, "holds no run"),
+    ],
+)
+def test_mistakes_are_named(folders, tmp_path, change, words):
+    (tmp_path / "one").mkdir()
+    shutil.copy(folders / "data" / "train.parquet", tmp_path / "one")
+    arguments = {"--model": folders / "model", "--data_dir": folders / "data", "--output_dir": tmp_path / "out"}
+    given = [str(word) for pair in (arguments | change).items() for word in pair if word is not None]
+    with pytest.raises(ValueError, match=words):
+        main([str(tmp_path / "one") if word == "ONE" else word for word in given])
+    assert not (tmp_path / "out" / "runs.jsonl").exists()

@@ -95,6 +95,14 @@ def test_wrong_values_are_refused(tmp_path, capsys):
         parse_args([])
     with pytest.raises(ValueError, match="holds the current directory"):
         parse_args(["--task", "word_sentiment", "--output_dir", "."])
+    with pytest.raises(ValueError, match=r"braces are for \{variant\}"):
+        parse_args(["--task", "word_sentiment", "--output_dir", "runs/{model}"])
+
+
+@pytest.mark.parametrize("option", ["max_train_samples", "max_eval_samples", "max_length", "calibrate", "mixup"])
+def test_counts_below_what_can_be_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=-1.* must be at least"):
+        parse_args(["--task", "word_sentiment", f"--{option}", "-1"])
 
 
 # --- Data -----------------------------------------------------------------------------------------------------------
@@ -288,6 +296,10 @@ def test_wrong_baselines_are_refused_before_training(run, tmp_path):
     for variant, message in (("dyt", "variant='dyt', not 'ln'"), ("ln", "task='pos_tagging', not 'word_sentiment'")):
         (tmp_path / "results.json").write_text(json.dumps({"variant": variant, "settings": settings}))
         with pytest.raises(ValueError, match=message):
+            run("word_sentiment", f"--baseline={tmp_path}")
+    for other in ('{"variant": "ln", "set', '{"accuracy": 0.5}', "[]"):  # torn, or of another program
+        (tmp_path / "results.json").write_text(other)
+        with pytest.raises(ValueError, match="not as training/train.py writes it"):
             run("word_sentiment", f"--baseline={tmp_path}")
 
 

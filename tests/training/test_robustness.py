@@ -69,6 +69,24 @@ def test_each_severity_by_itself_and_no_line_twice(folders, tmp_path):
     assert sorted(map(str, again)) == sorted(map(str, records))
 
 
+def test_other_data_is_measured_anew_and_labels_are_numbered_as_in_training(folders, tmp_path):
+    """A local copy whose labels are words, its columns named otherwise."""
+    names = np.array(["dark", "light"])
+    for split in ("train", "test"):
+        rows = Dataset.from_parquet(str(folders / "clean" / f"{split}.parquet"))
+        words = names[np.array(rows["label"])].tolist()
+        rows = rows.remove_columns("label").add_column("kind", words).rename_column("img", "picture")
+        (tmp_path / "words").mkdir(exist_ok=True)
+        rows.to_parquet(str(tmp_path / "words" / f"{split}.parquet"))
+    arguments = ["--models", str(folders / "one"), "--corrupted", str(folders / "c"), "--output_dir", str(tmp_path)]
+    main([*arguments, "--data_dir", str(folders / "clean")])
+    report = main([*arguments, "--data_dir", str(tmp_path / "words"), "--label_column", "kind"]).read_text()
+    records = [json.loads(line) for line in (tmp_path / "accuracy.jsonl").read_text().splitlines()]
+    scores = {name: [r["accuracy"] for r in records if r["data"] == name] for name in ("clean", "words")}
+    assert scores["words"] == scores["clean"] and len(scores["clean"]) == 1 + 2 * 5
+    assert "Images: clean, " in report and "Images: words, " in report
+
+
 def test_corruptions_made_here(folders, tmp_path):
     pytest.importorskip("imagecorruptions", reason="pip install hf_autonorm[robustness]", exc_type=ImportError)
     from imagecorruptions import get_corruption_names

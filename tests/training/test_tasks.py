@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
 pytest.importorskip("timm")
 
+from datasets import Dataset
+from PIL import Image as Picture
 from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
 
 from hf_autonorm import plan, set_strength
@@ -203,3 +206,79 @@ def test_a_model_of_another_task_is_refused(run, tmp_path):
     MADE["sst2"][0](tmp_path)
     with pytest.raises(ValueError, match="'vit_lite' is not a model of this task"):
         run("sst2", tmp_path, "--model_name_or_path=vit_lite")
+
+
+SMALL = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
+
+
+def load(task: str, folder, model: str, *options: str):
+    sizes = "depth=1,embed_dim=16" if model == "vit_lite" else SMALL
+    given = ["--task", task, "--data_dir", str(folder), "--model_name_or_path", model, "--config_overrides", sizes]
+    data, _, training = parse_args([*given, "--output_dir", str(folder / "out"), "--use_cpu", "true", *options])
+    return load_task(data, training)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "columns", "wanted"),
+    [
+        ("text_classification", "text_encoder", {"text": ["a b", "c"] * 10, "label": [0, 1] * 10}, "label"),
+        ("pos_tagging", "text_encoder", {"tokens": [["a", "b"]] * 20, "upos": [["X", "Y"]] * 20}, "upos"),
+        ("tabular_regression", "feature_transformer", {"a": [*range(20)], "y": [*range(20)]}, "y"),
+        ("image_classification", "vit_lite", {"image": "IMAGES", "label": [0, 1] * 10}, "label"),
+    ],
+)
+@pytest.mark.parametrize("hidden", ["left out", "empty"])
+def test_a_test_that_hides_its_answers_is_no_test(task, model, columns, wanted, hidden, tmp_path):
+    """As competitions publish it, for every task: the test then comes out of the training rows."""
+    if columns.get("image") == "IMAGES":
+        columns = columns | {"image": [Picture.new("RGB", (8, 8))] * 20}
+    rows = Dataset.from_dict(columns)
+    rows.to_parquet(str(tmp_path / "train.parquet"))
+    test = rows.remove_columns(wanted)
+    if hidden == "empty":
+        test = test.add_column(wanted, [None] * 20, feature=rows.features[wanted])
+    test.to_parquet(str(tmp_path / "test.parquet"))
+    options = ["--target_columns", "y"] if task == "tabular_regression" else []
+    splits = load(task, tmp_path, model, *options).splits
+    assert {name: len(split) for name, split in splits.items()} == {"train": 14, "validation": 3, "test": 3}
+
+
+def test_columns_that_are_not_numbers_throughout_are_said_to_be_left_out(tmp_path):
+    lines = [f"{i},{i % 2 == 0},{i if i else '?'},{2 * i}" for i in range(20)]
+    (tmp_path / "train.csv").write_text("a,flag,b,y\n" + "\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="not numbers throughout: b"):
+        model = load("tabular_regression", tmp_path, "feature_transformer", "--target_columns", "y").model
+    assert model.config.features == ["a", "flag"]
+    (tmp_path / "train.csv").write_text("a,b,y\n" + "".join(f"{i},,{i}\n" for i in range(20)))
+    with pytest.raises(ValueError, match="No row of train has a number in each of the columns a, b, y"):
+        load("tabular_regression", tmp_path, "feature_transformer", "--target_columns", "y")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tags", "words"),
+    [
+        (["a", "b"], ["X"], "2 words, but 1 tags"),
+        (["a"], ["X", "Y"], "1 words, but 2 tags"),
+        ("a b", ["X", "Y"], "'tokens' of train holds .*, not lists"),
+        (["a", "b"], "X Y", "'upos' of train holds .*, not lists"),
+    ],
+)
+def test_words_and_tags_that_do_not_belong_together_are_refused(tokens, tags, words, tmp_path):
+    Dataset.from_dict({"tokens": [tokens] * 9, "upos": [tags] * 9}).to_parquet(str(tmp_path / "train.parquet"))
+    with pytest.raises(ValueError, match=words):
+        load("pos_tagging", tmp_path, "text_encoder")
+
+
+def test_a_pretrained_model_without_a_tokenizer_is_refused(tiny_bert, tmp_path):
+    """transformers makes up one that knows no word, and training goes on with it."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_bert / name, tmp_path)
+    (tmp_path / "train.csv").write_text("text,label\n" + "a,0\nb,1\n" * 9)
+    given = ["--data_dir", str(tmp_path), "--model_name_or_path", str(tmp_path), "--use_cpu", "true"]
+    for task in ("text_classification", "word_sentiment"):
+        if task == "word_sentiment":
+            pytest.importorskip("vaderSentiment")
+            given = given[2:]
+        data, _, training = parse_args(["--task", task, *given, "--output_dir", str(tmp_path / "out")])
+        with pytest.raises(ValueError, match="holds no tokenizer"):
+            load_task(data, training)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from training.data import idx, tables, treebank
 
@@ -79,10 +80,16 @@ def read_files(source: str) -> DatasetDict:
     if (path / "dataset_dict.json").is_file():
         return load_from_disk(str(path))
     root = path if path.is_dir() else path.parent
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    # What is hidden is no data: copies of editors, halves of macOS' zip files.
+    files = [p for p in path.rglob("*") if p.is_file() and not re.search(r"(^|/)[.~]", p.relative_to(path).as_posix())]
     for _, pattern, read in KINDS:
-        fitting = [file for file in files if re.fullmatch(pattern, file.name)]
+        fitting = [file for file in (sorted(files) if path.is_dir() else [path]) if re.fullmatch(pattern, file.name)]
         if fitting:
-            return read(fitting, root)
+            try:
+                splits = read(fitting, root)
+            except DatasetGenerationError as error:
+                raise ValueError(f"data_dir={source!r} cannot be read: {error.__cause__ or error}") from error
+            # One file is one table, whatever its name says.
+            return splits if path.is_dir() or len(splits) != 1 else DatasetDict(train=next(iter(splits.values())))
     names = ", ".join(kind for kind, _, _ in KINDS)
     raise ValueError(f"data_dir={source!r} holds no file of a known kind ({names}).")

@@ -30,9 +30,11 @@ def read_conllu(files: list[Path], root: Path) -> DatasetDict:
 def conllu_rows(*files: Path) -> Iterator[dict]:
     """Syntactic words only: neither the surface form of a contraction (`8-9`) nor an empty node (`8.1`)."""
     words = []
-    for line in (line for file in files for line in [*file.read_text(encoding="utf-8").split("\n"), ""]):
+    for file, line in ((f, line) for f in files for line in [*f.read_text(encoding="utf-8").split("\n"), ""]):
         fields = line.rstrip("\r").split("\t")
         if fields[0].isdecimal():
+            if len(fields) < 5:
+                raise ValueError(f"{file} is no CoNLL-U: {line!r} has {len(fields)} of its 10 fields between tabs.")
             words.append((fields[1], fields[3], fields[4]))
         elif fields == [""] and words:  # an empty line ends a sentence
             tokens, upos, xpos = map(list, zip(*words))

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, RobertaConfig, RobertaTokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, RobertaConfig, RobertaTokenizer
 
+from hf_autonorm.hub.reading import load_tokenizer
 from training.models import class_names, parse_overrides, resolve_model
 
 MAX_LENGTH = 512
@@ -52,5 +53,5 @@ def load_text_model(
         tokenizer = train_tokenizer(texts)
         return tokenizer, text_encoder(auto_class, tokenizer, args.config_overrides, **class_names(names))
     path = resolve_model(args.model_name_or_path, args.config_overrides)
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    tokenizer = load_tokenizer(path, **options)
     return tokenizer, auto_class.from_pretrained(path, dtype=torch.float32, **class_names(names))

@@ -30,7 +30,7 @@ def load(args, training_args) -> Task:
     splits = load_splits(args)
     image = find_column(splits, args.image_column, "image_column", Image)
     label = find_column(splits, args.label_column or "label", "label_column")
-    splits = with_class_labels(three_splits(splits.select_columns([image, label]), label), label)
+    splits = with_class_labels(three_splits(splits, label).select_columns([image, label]), label)
     names = splits["train"].features[label].names
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 

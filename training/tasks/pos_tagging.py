@@ -6,7 +6,7 @@ may be strings or class labels.
 """
 
 import torch
-from datasets import DatasetDict, Sequence, Value
+from datasets import DatasetDict, LargeList, List, Value
 from torch.nn import functional
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
@@ -25,7 +25,12 @@ def load(args, training_args) -> Task:
     splits = load_splits(args, NLTK)
     text = find_column(splits, args.text_column or "tokens", "text_column")
     label = find_column(splits, args.label_column or "upos", "label_column")
-    splits = with_string_tags(three_splits(splits.select_columns([text, label])), label)
+    splits = three_splits(splits, label).select_columns([text, label])
+    for name, split in splits.items():
+        for column in (text, label):
+            if not isinstance(split.features[column], (List, LargeList)):
+                raise ValueError(f"The column {column!r} of {name} holds {split.features[column]}, not lists.")
+    splits = with_string_tags(splits, label)
     tags = sorted({tag for split in splits.values() for row in split[label] for tag in row} - {NO_TAG})
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
@@ -61,7 +66,7 @@ def with_string_tags(splits: DatasetDict, label: str) -> DatasetDict:
         return {label: [feature.int2str(row) for row in batch[label]]}
 
     features = next(iter(splits.values())).features.copy()
-    features[label] = Sequence(Value("string"))
+    features[label] = List(Value("string"))
     return splits.map(to_strings, batched=True, features=features, desc="Reading tags")
 
 
@@ -72,6 +77,8 @@ def encoder(tokenizer, text: str, label: str, label2id: dict, max_length: int | 
         encoded = tokenizer(batch[text], is_split_into_words=True, truncation=True, max_length=max_length)
         encoded["labels"] = []
         for row, tags in enumerate(batch[label]):
+            if len(batch[text][row]) != len(tags):
+                raise ValueError(f"{len(batch[text][row])} words, but {len(tags)} tags: {batch[text][row]}.")
             words = encoded.word_ids(row)  # None at special tokens
             first = [word is not None and word != before for before, word in zip([None, *words], words)]
             labels = [label2id.get(tags[word], -100) if is_first else -100 for is_first, word in zip(first, words)]

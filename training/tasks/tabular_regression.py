@@ -5,6 +5,8 @@ Data: numeric columns, `--target_columns` among them, in Hub datasets or local f
 by the training rows inside the model; all metrics are in the data's units. Rows that lack a number are left out.
 """
 
+import warnings
+
 import numpy as np
 import torch
 from datasets import Value
@@ -23,7 +25,8 @@ UCI = "Energy Efficiency is at https://archive.ics.uci.edu/dataset/242: ENB2012_
 def load(args, training_args) -> Task:
     splits = load_splits(args, UCI)
     features, targets = columns_of(splits, args.target_columns)
-    splits = take(three_splits(splits), args.max_train_samples, args.max_eval_samples)
+    splits = three_splits(splits, targets[0]).select_columns([*features, *targets])
+    splits = take(splits, args.max_train_samples, args.max_eval_samples)
     splits = splits.map(
         row_reader(features, targets),
         batched=True,
@@ -31,6 +34,11 @@ def load(args, training_args) -> Task:
         num_proc=args.preprocessing_num_workers,
         desc="Reading rows",
     ).with_format("torch")
+    for name, split in splits.items():
+        if not len(split):
+            raise ValueError(
+                f"No row of {name} has a number in each of the columns {', '.join([*features, *targets])}."
+            )
     train = splits["train"][:]
     if args.model_name_or_path == "feature_transformer":
         sizes = parse_overrides(args.config_overrides, SIZES, "feature_transformer")
@@ -58,14 +66,17 @@ def load(args, training_args) -> Task:
 def columns_of(splits, targets: list[str] | None) -> tuple[list[str], list[str]]:
     """The names of the features, every numeric column that is no target, and of the targets."""
     columns = splits["train"].features
-    numeric = [name for name, f in columns.items() if isinstance(f, Value) and f.dtype.startswith(("int", "float"))]
+    kinds = ("int", "uint", "float", "bool")
+    numeric = [name for name, f in columns.items() if isinstance(f, Value) and f.dtype.startswith(kinds)]
     missing = [name for name in targets or [] if name not in numeric]
     if missing or not targets:
         raise ValueError(f"--target_columns {targets}: give numeric columns of the data, out of {', '.join(numeric)}.")
     features = [name for name in numeric if name not in targets]
     if not features:
         raise ValueError(f"The data has no numeric column beside {', '.join(targets)}.")
-    return features, list(targets)
+    if left_out := [name for name in columns if name not in numeric]:
+        warnings.warn(f"Left out, since they are not numbers throughout: {', '.join(left_out)}.")
+    return features, list(dict.fromkeys(targets))
 
 
 def row_reader(features: list[str], targets: list[str]):

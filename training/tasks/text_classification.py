@@ -8,7 +8,7 @@ there is better than on the test's whole sentences, for every variant alike.
 
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
-from training.data import dataset_card, find_column, load_splits, three_splits, with_class_labels
+from training.data import dataset_card, find_column, load_splits, require_texts, three_splits, with_class_labels
 from training.losses import cross_entropy
 from training.metrics import classification_scorer
 from training.models.text_encoder import load_text_model
@@ -21,6 +21,7 @@ def load(args, training_args) -> Task:
     label = find_column(splits, args.label_column or "label", "label_column")
     splits = three_splits(splits, label).select_columns([text, label])
     splits = with_class_labels(splits, label)
+    require_texts(splits, text)
     names = splits["train"].features[label].names
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 

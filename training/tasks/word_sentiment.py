@@ -14,8 +14,9 @@ import hashlib
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
+from hf_autonorm.hub.reading import load_tokenizer
 from training.losses import cross_entropy
 from training.metrics import classification_scorer
 from training.models import class_names, package_folder, resolve_model
@@ -28,7 +29,7 @@ COLUMNS = ("word", "rating", "spread", "ratings")
 def load(args, training_args) -> Task:
     splits = take(split_by_family(load_lexicon(args.data_dir)), args.max_train_samples, args.max_eval_samples)
     path = resolve_model(args.model_name_or_path, args.config_overrides)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     encode = encoder(tokenizer, args.max_length)
     splits = splits.map(encode, batched=True, remove_columns=list(COLUMNS), desc="Tokenizing")
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **class_names(LABELS))

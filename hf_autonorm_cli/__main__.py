@@ -1,0 +1,3 @@
+from hf_autonorm_cli import main
+
+main()
