@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import logging
+import math
 import os
 import time
 import warnings
@@ -31,6 +32,7 @@ from .demo_task import (
     drift,
     encode,
     fine_tune,
+    leave_run,
     load_model,
     load_words,
     logits,
@@ -53,6 +55,7 @@ def run(
 
 def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     from . import GateFreezeCallback, calibrate, gates, patch, plan, save_pretrained, set_strength
+    from .report import write_report
 
     began = time.perf_counter()
     _say(
@@ -78,12 +81,12 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     set_strength(model, 1.0)
     console.print(f"Strength 0: logits of 32 words equal the unpatched model's, bit for bit: {_yes(unchanged)}.")
     shift = (logits(model, batch) - logits(baseline, batch)).abs().max().item()
-    console.print(f"Strength 1: they differ by up to {shift:.2g}, until the patch is calibrated:")
+    console.print(f"Strength 1: they differ by up to {shift:.2g}; the next step is there to lessen that.")
 
     _say(
         console,
         "4. Calibration",
-        "calibrate(model, batches) fits each branch to its norm, without training.",
+        "calibrate(model.base_model, batches) fits each branch to its norm, without training.",
     )
     size = scale.batch_size
     words = [word for word, _ in splits["train"]]
@@ -105,10 +108,12 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
         f"LayerNorm and AutoNorm-S: seed {SEED}, the same words in one order.",
     )
     callback = GateFreezeCallback(freeze_epoch=1, entropy_threshold=0.1)
-    seconds = {}
+    seconds, states = {}, {}
     with _progress(console) as progress:
         for name, candidate, callbacks in (("LayerNorm", baseline, []), ("AutoNorm-S", model, [callback])):
-            seconds[name] = fine_tune(name, candidate, callbacks, tokenizer, splits["train"], scale, progress)
+            seconds[name], states[name] = fine_tune(
+                name, candidate, callbacks, tokenizer, splits["train"], scale, progress
+            )
     models = {"LayerNorm": baseline, "AutoNorm-S": model}
     correct = {name: predict(candidate, tokenizer, splits["test"]) for name, candidate in models.items()}
     accuracies = {name: sum(right) / len(right) for name, right in correct.items()}
@@ -120,7 +125,8 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     weight = sum(row.weights["norm"] for row in table) / len(table)
     entropy = sum(row.entropy for row in table) / len(table)
     console.print(
-        f"Mean weight of the original norm {weight:.4f} (0.9 at the start), mean entropy {entropy:.4f} nats."
+        f"Mean weight of the original norm {weight:.4f} (0.9 at the start), mean entropy {entropy:.4f} nats "
+        f"(the most that two choices can have is {math.log(2):.2f})."
     )
     console.print(f"Freeze decision: {callback.describe()}")
     table.plot(str(output / "gates.png"))
@@ -150,6 +156,16 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     for word, row in zip(EXAMPLES, expected.softmax(-1).tolist()):
         console.print(f"  {word:12s} {LABELS[row[1] > row[0]]} ({max(row):.2f})")
     console.print(f"Logits before saving and in the new process: {same}.")
+    leave_run(output / "layer_norm", states["LayerNorm"], accuracies["LayerNorm"])
+    leave_run(
+        folder,
+        states["AutoNorm-S"],
+        accuracies["AutoNorm-S"],
+        freeze_decision=callback.decision,
+        gate_history=callback.history,
+        settings={"baseline": "layer_norm"},
+    )
+    page = write_report(folder)
 
     results = {
         "accuracy": accuracies,
@@ -165,11 +181,12 @@ def _run(output: Path, scale: Scale, console: Console) -> dict[str, Any]:
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     _say(console, "What to try next", f"({results['total_seconds']:.0f} s so far.)")
-    console.print(_NEXT.format(folder=folder), soft_wrap=True, markup=False)
+    console.print(_NEXT.format(folder=folder, page=page), soft_wrap=True, markup=False)
     return results
 
 
-_NEXT = """  The model card:       {folder}/README.md
+_NEXT = """  This run on one page: {page}
+  The model card:       {folder}/README.md
   Every gate:           hf-autonorm gates {folder}
   Your own model:       hf-autonorm plan FOLDER_OR_HUB_ID
   DyT instead of norms: hf-autonorm patch FOLDER_OR_HUB_ID OUT --norm dyt --texts FILE

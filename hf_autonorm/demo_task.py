@@ -97,8 +97,8 @@ def encode(tokenizer: Any, words: list[str]) -> dict[str, Tensor]:
 # --- training and measuring ------------------------------------------------------------------------------------------
 
 
-def fine_tune(name, model, callbacks, tokenizer, rows, scale: Scale, progress) -> float:
-    """A stock Trainer; returns the seconds it took."""
+def fine_tune(name, model, callbacks, tokenizer, rows, scale: Scale, progress) -> tuple[float, Any]:
+    """A stock Trainer; returns the seconds it took, and its state."""
     from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
     steps = scale.epochs * -(-len(rows) // scale.batch_size)
@@ -131,7 +131,15 @@ def fine_tune(name, model, callbacks, tokenizer, rows, scale: Scale, progress) -
         trainer.train()
         seconds = time.perf_counter() - start
     model.cpu().eval()
-    return seconds
+    return seconds, trainer.state
+
+
+def leave_run(folder: Path, state: Any, accuracy: float, **facts: Any) -> None:
+    """What `hf-autonorm report` draws, as training/train.py leaves it."""
+    folder.mkdir(exist_ok=True)
+    state.save_to_json(str(folder / "trainer_state.json"))
+    results = {"metrics": {"test": {"accuracy": accuracy}}, "epochs": state.epoch, "steps": state.global_step, **facts}
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def _bar(progress, task):

@@ -71,7 +71,8 @@ def collect(folder: Path) -> dict[str, Any]:
             "output_dir of a run of training/train.py or of any Trainer"
         )
     if results is not None and not (isinstance(results, dict) and isinstance(results.get("metrics"), dict)):
-        raise ConfigError(f"{folder / 'results.json'} has no metrics: it was not written by training/train.py")
+        remedy = f"; try {folder / 'model'}" if (folder / "model" / "results.json").is_file() else ""
+        raise ConfigError(f"{folder / 'results.json'} has no metrics: training/train.py did not write it{remedy}")
     results, state = results or {}, state or {}
     watcher = _watcher(state)
     decision = results.get("freeze_decision") or watcher.get("decision")
@@ -130,9 +131,14 @@ def _watcher(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _patches(folder: Path) -> list[dict[str, Any]]:
-    config = _read(folder / "config.json") or {}
-    record = _read(folder / RECORD_FILE) or config.get("quantization_config") or {}
-    return record.get("patches", []) if record.get("quant_method") == "autonorm" else []
+    """Of the model in the folder, or of the newest checkpoint where Trainer has left nothing else."""
+    state = _state_file(folder)
+    for place in dict.fromkeys((folder, state.parent if state else folder)):
+        config = _read(place / "config.json") or {}
+        record = _read(place / RECORD_FILE) or config.get("quantization_config") or {}
+        if record.get("quant_method") == "autonorm":
+            return record.get("patches", [])
+    return []
 
 
 # --- sections --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import pytest
 from rich.console import Console
 
 from hf_autonorm import demo, demo_task
+from hf_autonorm.errors import ConfigError
+from hf_autonorm.report import collect
 
 pytestmark = pytest.mark.xdist_group("demo")
 
@@ -33,6 +35,19 @@ def test_it_shows_what_it_promises(outcome):
         assert line not in text
     assert json.loads((output / "results.json").read_text())["accuracy"] == results["accuracy"]
     assert (output / "gates.png").stat().st_size > 1000
+
+
+def test_it_leaves_a_page_of_the_run_with_the_baseline_beside_it(outcome):
+    results, output, text = outcome
+    assert str(output / "model" / "report.html") in text.replace("\n", "")
+    facts = collect(output / "model")
+    assert facts["scores"]["rows"] == [
+        ("accuracy", [results["accuracy"]["AutoNorm-S"]], results["accuracy"]["LayerNorm"])
+    ]
+    assert facts["decision"] == results["freeze_decision"] and facts["patches"][0]["count"] == 13
+    assert facts["data"]["gates"]["branches"] == ["the original norm", "dyt"]
+    with pytest.raises(ConfigError, match="try .*model"):
+        collect(output)
 
 
 def test_the_card_has_the_numbers_of_the_run(outcome):

@@ -141,6 +141,7 @@ def test_a_run_of_any_trainer_has_gates_and_curves_too(tmp_path):
     whole = collect(made_run(tmp_path))
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     (tmp_path / "run" / "results.json").unlink()
+    (tmp_path / "run" / "config.json").rename(tmp_path / "run" / "checkpoint-60" / "config.json")
     path = tmp_path / "run" / "checkpoint-60" / "trainer_state.json"
     state = json.loads(path.read_text())
     attributes = {"decision": results["freeze_decision"], "history": results["gate_history"]}
@@ -148,6 +149,7 @@ def test_a_run_of_any_trainer_has_gates_and_curves_too(tmp_path):
         path.write_text(json.dumps(state | {"stateful_callbacks": {"GateFreezeCallback": saved}}))
         alone = collect(tmp_path / "run")
         assert alone["data"] == whole["data"] and alone["decided"] == whole["decided"] and alone["steps"] == 60
+        assert alone["patches"] == whole["patches"] != []
         assert "Results" not in words_of(write_report(tmp_path / "run").read_text(encoding="utf-8"))
 
 
