@@ -17,7 +17,8 @@ help:
 # The stamp changes with the dependencies, so an old environment is brought up to date.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[all]"
+	@echo "Installing torch, transformers and the rest into $(VENV): some minutes, without further words."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[all]"
 	touch $@
 
 demo: $(VENV)/.installed
