@@ -176,6 +176,13 @@ def test_runs_of_another_recipe_are_not_taken_for_this_ones(tmp_path):
         main(arguments)
 
 
+def test_there_is_nothing_to_publish_of_a_run_that_was_broken_off(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"variant": "ln", ')
+    with pytest.raises(ValueError, match="no run in"):
+        publish(tmp_path, tmp_path / "cards")
+    assert not (tmp_path / "cards").exists()
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_run_that_diverged_is_neither_first_nor_the_best(place, tmp_path):
     """A score of NaN compares with nothing: wherever it stands, `max` and `sorted` may go wrong by it."""
