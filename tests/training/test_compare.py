@@ -204,6 +204,11 @@ def test_a_run_that_diverged_is_neither_first_nor_the_best(place, tmp_path):
     assert (tmp_path / "cards" / "best_run.md").read_text() == best
 
 
+def test_variants_may_stand_apart():
+    args, _ = parse_args(["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", " dyt, ln,,autonorm+ramp "])
+    assert args.variants == ["ln", "dyt", "autonorm+ramp"]
+
+
 def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():
     from training.arguments import parse_args as parse_training
 
