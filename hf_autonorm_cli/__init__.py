@@ -257,24 +257,26 @@ def card(
 ) -> None:
     """Write the model card of a saved model, or bring its part of README.md up to date; your own words stay."""
     from hf_autonorm.hub.cards import write_card
+    from hf_autonorm.hub.metadata import read_card, results_in
     from hf_autonorm.hub.reading import local_folder
 
     folder = local_folder(folder)
+    readme = folder / "README.md"
+    # The weights are the same, so what was measured of them stays.
+    metrics, others, measured_on = results_in(read_card(readme)) if readme.is_file() else ({}, {}, None)
     written = write_card(
         parts.load(str(folder)),
         folder,
         name=folder.resolve().name,
         previous=folder,
-        metrics=parts.numbers(metric),
-        baseline=parts.numbers(baseline),
+        metrics=metrics | parts.numbers(metric),
+        baseline=others | parts.numbers(baseline),
         base_model=base_model,
-        dataset=dataset,
+        dataset=dataset or measured_on,
         license=license,
         command=command,
     )
-    parts.done(
-        folder / "README.md", {"output": str(folder / "README.md"), "metadata": written.data.to_dict()}, as_json
-    )
+    parts.done(readme, {"output": str(readme), "metadata": written.data.to_dict()}, as_json)
 
 
 @app.command(epilog="Example:  hf-autonorm demo --output runs/demo")

@@ -129,6 +129,20 @@ def test_card(capsys, stock, tmp_path):
     assert "Mine." in readme.read_text() and "| accuracy | 0.9 | 0.8 | +0.1 |" in readme.read_text()
 
 
+@pytest.mark.parametrize("dataset", ["nyu-mll/glue", "Word ratings", None])
+def test_a_card_keeps_the_results_that_it_is_not_told_anew(capsys, stock, tmp_path, dataset):
+    """The weights are the same: a license is added, a number corrected, and the rest of the table stays."""
+    run(capsys, "patch", stock, tmp_path / "p")
+    facts = ["--metric", "accuracy=0.9", "--metric", "f1=0.5", "--baseline", "accuracy=0.8"]
+    run(capsys, "card", tmp_path / "p", *facts, *(["--dataset", dataset] if dataset else []))
+    readme = tmp_path / "p" / "README.md"
+    before = readme.read_text()
+    run(capsys, "card", tmp_path / "p")
+    assert readme.read_text() == before
+    run(capsys, "card", tmp_path / "p", "--license", "mit", "--metric", "f1=0.75")
+    assert readme.read_text().replace("license: mit\n", "").replace("0.75", "0.5") == before
+
+
 def test_diagnose(capsys, stock, texts, tmp_path):
     code, out, _ = run(capsys, "diagnose", stock, "--texts", texts, "--plot", tmp_path / "d.png", "--json")
     found = json.loads(out)

@@ -70,3 +70,13 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(demo_task, "find_spec", lambda name: None if name == "vaderSentiment" else object())
     with pytest.raises(demo_task.DemoError, match="pip install vaderSentiment$"):
         demo.run(quick=True)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(demo, "require_packages", lambda: None)
+    monkeypatch.setattr(demo, "load_model", lambda: pytest.fail("the work began"))
+    for output in (tmp_path / "file", tmp_path / "file" / "demo"):
+        with pytest.raises(OSError, match=str(tmp_path / "file")):
+            demo.run(output, quick=True, console=Console(quiet=True))
+    assert (tmp_path / "file").read_text() == "mine"

@@ -181,6 +181,8 @@ def unknown_field(key: str, source: str) -> ValueError:
 def as_command_line(key: str, value) -> list[str]:
     if value is None:  # already the parser's default
         return []
+    if value is False and key.endswith("_strategy"):  # YAML reads `no` as a truth value
+        value = "no"
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]

@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--report", action="store_true", help="run nothing; publish the runs there are")
     parser.add_argument("--cards_dir", default="model_cards", help="where --report writes a folder")
     args, overrides = parser.parse_known_args(argv)
-    args.variants = list(dict.fromkeys(["ln", *filter(None, args.variants.split(","))]))
+    args.variants = list(dict.fromkeys(["ln", *filter(None, map(str.strip, args.variants.split(",")))]))
     for name in args.variants:
         variant, *ways = name.split("+")
         if variant not in VARIANTS:

@@ -83,6 +83,8 @@ def publish(runs: Path, folder: Path) -> Path:
     card gives, was not looked at. Returns the report's path.
     """
     records = read_records(runs / "runs.jsonl")
+    if not records:
+        raise ValueError(f"There is no run in {runs} to report.")
     measure = measure_of(records)
     patched = [record for record in records if record["variant"] != "ln"]
     card = None

@@ -30,6 +30,7 @@ _PIPELINE_TAGS = {  # by the end of the class name
     "ForCTC": "automatic-speech-recognition",
     "ForSpeechSeq2Seq": "automatic-speech-recognition",
 }
+NOT_STATED = "not stated"  # instead of a dataset's name, which the metadata must have
 OUR_TAGS = ("autonorm", "hf_autonorm", "affine-divergence")  # gone from the card when the patch is
 _LISTS_OF_STRINGS = ("tags", "datasets", "metrics")
 _STRINGS_OR_LISTS = ("language", "license", "base_model", "library_name", "pipeline_tag")
@@ -102,7 +103,7 @@ def dataset_parts(dataset: str | Mapping[str, str] | None) -> dict[str, str | No
         raise CardError(f"dataset has the keys {sorted(unknown)}; known are type, name, config, split and revision")
     if wrong := [key for key, value in parts.items() if not isinstance(value, (str, type(None)))]:
         raise CardError(f"dataset: {wrong[0]}={parts[wrong[0]]!r:.200} must be a word")
-    name = parts.get("name") or parts.get("type") or "not stated"
+    name = parts.get("name") or parts.get("type") or NOT_STATED
     given = parts.get("type") or name
     hub_id = given if _HUB_ID.fullmatch(given) else None
     slug = re.sub(r"[^\w./-]+", "-", given).strip("-").lower()
@@ -136,6 +137,24 @@ def eval_results(
                     )
                 )
     return rows
+
+
+def results_in(card: ModelCard) -> tuple[dict[str, float], dict[str, float], dict[str, str] | None]:
+    """(metrics, baseline, dataset) that the card's metadata holds, as `eval_results` wrote them."""
+    ours: dict[str, float] = {}
+    baseline: dict[str, float] = {}
+    dataset = None
+    for result in card.data.eval_results or []:
+        whose = re.fullmatch(r".* \((patched|this model|baseline, not patched)\)", result.metric_name or "")
+        if whose is None:
+            continue  # the user's own
+        (baseline if whose[1].startswith("baseline") else ours)[result.metric_type] = result.metric_value
+        if result.dataset_name != NOT_STATED:
+            # A name alone has its slug for a type, which is no Hub id.
+            parts = {"type": result.dataset_type if "/" in result.dataset_type else None, "name": result.dataset_name}
+            parts |= {"config": result.dataset_config, "split": result.dataset_split}
+            dataset = {key: value for key, value in parts.items() if value is not None}
+    return ours, baseline, dataset
 
 
 def metric_type(name: str) -> str:

@@ -176,6 +176,13 @@ def test_runs_of_another_recipe_are_not_taken_for_this_ones(tmp_path):
         main(arguments)
 
 
+def test_there_is_nothing_to_publish_of_a_run_that_was_broken_off(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"variant": "ln", ')
+    with pytest.raises(ValueError, match="no run in"):
+        publish(tmp_path, tmp_path / "cards")
+    assert not (tmp_path / "cards").exists()
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_run_that_diverged_is_neither_first_nor_the_best(place, tmp_path):
     """A score of NaN compares with nothing: wherever it stands, `max` and `sorted` may go wrong by it."""
@@ -195,6 +202,11 @@ def test_a_run_that_diverged_is_neither_first_nor_the_best(place, tmp_path):
     assert rows == [*order, variant]
     best = next(name for name in order if name != "ln")
     assert (tmp_path / "cards" / "best_run.md").read_text() == best
+
+
+def test_variants_may_stand_apart():
+    args, _ = parse_args(["--recipe", str(RECIPES / "pos_ewt.yaml"), "--variants", " dyt, ln,,autonorm+ramp "])
+    assert args.variants == ["ln", "dyt", "autonorm+ramp"]
 
 
 def test_every_recipe_has_a_cpu_scale_in_which_autonorm_s_decides():

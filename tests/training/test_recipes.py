@@ -77,6 +77,13 @@ def test_command_line_overrides_recipe(tmp_path):
     assert (training.learning_rate, training.gradient_checkpointing, data.max_train_samples) == (0.5, False, 3)
 
 
+def test_a_strategy_of_no_is_no_in_yaml_too(tmp_path):
+    strategies = ("eval_strategy", "save_strategy", "logging_strategy")
+    recipe = write_recipe(tmp_path, "task: word_sentiment\n" + "".join(f"{name}: no\n" for name in strategies))
+    _, _, training = parse_args(recipe)
+    assert [getattr(training, name) for name in strategies] == ["no"] * 3
+
+
 @pytest.mark.parametrize("field, nearest", [("learnig_rate", "learning_rate"), ("varient", "variant")])
 def test_unknown_field_names_the_nearest(tmp_path, field, nearest):
     recipe = write_recipe(tmp_path, f"task: word_sentiment\n{field}: 1")

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,6 +242,30 @@ def test_a_test_that_hides_its_answers_is_no_test(task, model, columns, wanted, 
     options = ["--target_columns", "y"] if task == "tabular_regression" else []
     splits = load(task, tmp_path, model, *options).splits
     assert {name: len(split) for name, split in splits.items()} == {"train": 14, "validation": 3, "test": 3}
+
+
+@pytest.mark.parametrize("modes", ["L", "RGB", "L RGB", "RGB L", "P L", "RGBA 1"])
+def test_a_grey_picture_among_coloured_ones_takes_no_colour_from_the_others(modes, tmp_path):
+    modes = modes.split()
+    for index in range(12):
+        picture = Picture.new(modes[0] if index == 0 else modes[-1], (8, 8))
+        rows = tmp_path / "train" / ("cat" if index % 2 else "dog")
+        rows.mkdir(parents=True, exist_ok=True)
+        picture.save(rows / f"{index}.png")
+    for split in ("validation", "test"):  # so that the first picture is the first of the training rows
+        shutil.copytree(tmp_path / "train", tmp_path / split)
+    pixels = load("image_classification", tmp_path, "vit_lite").splits["train"][1]["pixel_values"]
+    assert pixels.shape == (1 if set(modes) == {"L"} else 3, 8, 8)
+
+
+def test_images_of_16_bits_are_refused(tmp_path):
+    """Pillow turns them into white: all above 255 is cut."""
+    for index in range(12):
+        place = tmp_path / ("cat" if index % 2 else "dog")
+        place.mkdir(exist_ok=True)
+        Picture.fromarray(np.full((8, 8), 1000 * index, np.uint16)).save(place / f"{index}.png")
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        load("image_classification", tmp_path, "vit_lite")
 
 
 def test_columns_that_are_not_numbers_throughout_are_said_to_be_left_out(tmp_path):

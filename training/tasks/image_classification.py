@@ -25,6 +25,8 @@ from training.metrics import classification_scorer
 from training.models import class_names, hub_id, resolve_model
 from training.tasks import Task, take
 
+LOOKED_AT = 64  # training images; among coloured ones some are grey
+
 
 def load(args, training_args) -> Task:
     splits = load_splits(args)
@@ -34,7 +36,7 @@ def load(args, training_args) -> Task:
     names = splits["train"].features[label].names
     splits = take(splits, args.max_train_samples, args.max_eval_samples)
 
-    model, processor, settings = load_model(args, names, splits["train"][0][image])
+    model, processor, settings = load_model(args, names, splits["train"][:LOOKED_AT][image])
     splits = splits.map(
         pixel_reader(image, label, settings["channels"], settings["size"]),
         batched=True,
@@ -70,15 +72,15 @@ def load(args, training_args) -> Task:
     )
 
 
-def load_model(args, names: list[str], example) -> tuple:
+def load_model(args, names: list[str], examples: list) -> tuple:
     """The model, its image processor, and that one's size (pixels), channels, mean and std of values in [0, 1]."""
     if args.model_name_or_path == "vit_lite":
         from training.models.vit_lite import vit_lite
 
-        channels = 1 if example.mode in ("1", "L") else 3
-        model = vit_lite(names, min(example.size), channels, args.config_overrides)
-        half = [0.5] * channels
-        return model, None, {"size": min(example.size), "channels": channels, "mean": half, "std": half}
+        channels = 1 if all(example.mode in ("1", "L") for example in examples) else 3
+        size, half = min(examples[0].size), [0.5] * channels
+        model = vit_lite(names, size, channels, args.config_overrides)
+        return model, None, {"size": size, "channels": channels, "mean": half, "std": half}
     path = resolve_model(args.model_name_or_path, args.config_overrides)
     model = AutoModelForImageClassification.from_pretrained(
         path, dtype=torch.float32, ignore_mismatched_sizes=True, **class_names(names)
@@ -104,6 +106,8 @@ def pixel_reader(image: str, label: str, channels: int, size: int):
     def read(batch):  # a closure, for the cache: see pos_tagging.py
         arrays = []
         for picture in batch[image]:
+            if picture.mode[0] in "IF":  # Pillow would cut all above 255 to white
+                raise ValueError(f"An image of mode {picture.mode} has more than 8 bits a channel; bring it to 8.")
             picture = picture.convert("L" if channels == 1 else "RGB")
             if min(picture.size) > size:
                 scale = size / min(picture.size)
