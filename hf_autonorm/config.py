@@ -33,7 +33,7 @@ def in_range(name: str, value: float, low: float, high: float) -> None:
 def _known_branches(name: Any, known: Iterable[str]) -> str:
     return (
         f"; choose one of {', '.join(known)} ({nearest(str(name), known, 1)}). A branch of your own is known once the "
-        "file with its @register_branch is imported"
+        "file with its @register_branch is imported (by the command line: hf-autonorm --import FILE …)"
     )
 
 

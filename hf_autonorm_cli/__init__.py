@@ -6,9 +6,11 @@ transformers. Here they are imported inside the commands only: `--help` answers 
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -48,11 +50,25 @@ out = parts.out
 err = Console(stderr=True)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("hf_autonorm"))
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="A module or .py file that registers branches of your own; may be repeated."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
-    """`main` reads --debug wherever it stands; it is declared for the help."""
+    # `main` reads --debug wherever it stands; it is declared for the help.
+    parts.import_files(imports or [])
 
 
 @app.command(epilog="Example:  hf-autonorm plan bert-base-uncased --norm dyt --include '.*layer.(10|11).*'")
@@ -70,7 +86,7 @@ def plan(
     heads: Heads = False,
     as_json: Json = False,
 ) -> None:
-    """Show what [b]patch[/b] would do, module by module, and why it leaves one alone."""
+    """Show what [b]patch[/b] would do, and why it leaves a module alone; [b]--json[/b] gives every module."""
     from hf_autonorm import plan as make_plan
 
     config = parts.config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, 1.0)
@@ -104,6 +120,12 @@ def patch(
     )
     loaded = apply(parts.load(model), config=config)
     report = None
+    if not texts and strength > 0:
+        warnings.warn(
+            f"not calibrated: at strength {strength:g} this computes something else than {model}. --texts FILE fits "
+            "it to the original, --strength 0 begins at it",
+            stacklevel=2,
+        )
     if texts:
         batches = parts.batches(loaded, model, texts)
         with parts.passes(loaded, "calibrating", as_json):
@@ -118,10 +140,10 @@ def patch(
 @app.command(epilog="Example:  hf-autonorm calibrate my-bert my-bert-calibrated --texts sentences.txt")
 def calibrate(model: Model, output: Out, texts: Texts = None, as_json: Json = False) -> None:
     """Fit a patched model's layers to their originals on a few hundred texts, without training, and save it."""
-    from hf_autonorm import calibrate as fit
-
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; a few hundred are plenty")
+    from hf_autonorm import calibrate as fit
+
     loaded = parts.load(model)
     batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "calibrating", as_json):
@@ -155,10 +177,10 @@ def diagnose(
     as_json: Json = False,
 ) -> None:
     """Rank the affine layers by how far their SGD steps are from the gradient's, and the norms by their dytness."""
-    from hf_autonorm import diagnose as look
-
     if texts is None:
         raise typer.BadParameter("give --texts FILE, one example a line; some dozen are plenty")
+    from hf_autonorm import diagnose as look
+
     loaded = parts.load(model)
     batches = parts.batches(loaded, model, texts)
     with parts.passes(loaded, "diagnosing", as_json):
@@ -256,21 +278,28 @@ def card(
     as_json: Json = False,
 ) -> None:
     """Write the model card of a saved model, or bring its part of README.md up to date; your own words stay."""
-    from hf_autonorm.hub.cards import write_card
+    from hf_autonorm.errors import NotPatchedError
+    from hf_autonorm.hub.cards import BEGIN, write_card
     from hf_autonorm.hub.metadata import read_card, results_in
     from hf_autonorm.hub.reading import local_folder
+    from hf_autonorm.patching.record import wrappers
 
+    told, told_of_others = parts.numbers(metric), parts.numbers(baseline)
     folder = local_folder(folder)
     readme = folder / "README.md"
     # The weights are the same, so what was measured of them stays.
     metrics, others, measured_on = results_in(read_card(readme)) if readme.is_file() else ({}, {}, None)
+    loaded = parts.load(str(folder))
+    ours = readme.is_file() and BEGIN in readme.read_text(encoding="utf-8", errors="replace")
+    if not wrappers(loaded) and not ours:
+        raise NotPatchedError(f"{folder} is not patched, and hf_autonorm wrote no card for it: its README.md stays")
     written = write_card(
-        parts.load(str(folder)),
+        loaded,
         folder,
         name=folder.resolve().name,
         previous=folder,
-        metrics=metrics | parts.numbers(metric),
-        baseline=others | parts.numbers(baseline),
+        metrics=metrics | told,
+        baseline=others | told_of_others,
         base_model=base_model,
         dataset=dataset or measured_on,
         license=license,
@@ -318,6 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, and LC_ALL=C, know no →, α or R²
             stream.reconfigure(errors="replace")
+    warnings.showwarning = _show_warning
     try:
         app([word for word in arguments if word != "--debug"], prog_name="hf-autonorm")
     except KeyboardInterrupt:
@@ -325,8 +355,18 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        words = " ".join(str(error).split()) or type(error).__name__
-        err.print(
-            f"error: {words[:400]}{'…' if len(words) > 400 else ''}", markup=False, highlight=False, soft_wrap=True
-        )
+        words = str(error) or type(error).__name__
+        if type(error).__name__ == "NotPatchedError":  # of a package that may not be imported yet
+            words += " (here: hf-autonorm patch MODEL OUT)"
+        _tell("error", words)
         sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    _tell("warning", str(message))
+
+
+def _tell(kind: str, text: str) -> None:
+    words = " ".join(text.split())
+    words = f"{kind}: {words[:400]}{'…' if len(words) > 400 else ''}"
+    err.print(words, markup=False, highlight=False, soft_wrap=True)

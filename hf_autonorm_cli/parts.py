@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import json
+import os
+import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,10 +19,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 out = Console(markup=False)  # paths and names of modules may hold brackets
 
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id.", metavar="MODEL", show_default=False)]
-Out = Annotated[Path, typer.Argument(help="The folder to write; other files in it stay.", show_default=False)]
+Out = Annotated[
+    Path, typer.Argument(help="The folder to write; other files in it stay.", metavar="OUT", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and nothing else.")]
 Texts = Annotated[
-    Path | None, typer.Option(help="A text file, one example a line, to calibrate or measure on.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="A text file, one example a line, to calibrate or measure on.",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        show_default=False,
+    ),
 ]
 
 
@@ -28,7 +39,7 @@ def picture(path: Path | None) -> Path | None:
     """Refuses, before the work, a file that cannot be drawn into."""
     if path is None:
         return None
-    if find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("pictures are drawn by matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -46,16 +57,17 @@ Plot = Annotated[
 Norm = Annotated[
     str, typer.Option(help="autonorm; the name of a branch (dyt, rms_norm, identity, …), which replaces it; none.")
 ]
-Linear = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
-Conv = Annotated[str, typer.Option(help="affine_like, norm_like or none.")]
+Form = Literal["none", "affine_like", "norm_like"]
+Linear = Annotated[Form, typer.Option(help="What linear layers become.")]
+Conv = Annotated[Form, typer.Option(help="What convolutions become (PatchNorm).")]
 Branches = Annotated[str, typer.Option(help="AutoNorm's branches beside the original norm, by commas.")]
 Include = Annotated[
     str | None, typer.Option(help="Only modules whose whole dotted name matches this regular expression.")
 ]
 Exclude = Annotated[str | None, typer.Option(help="Not the modules that match this one.")]
 Strength = Annotated[float, typer.Option(help="0: the original model, bit for bit; 1: the full formula.")]
-Gate = Annotated[str, typer.Option(help="gumbel, softmax, hard or random.")]
-Granularity = Annotated[str, typer.Option(help="token, sequence or layer.")]
+Gate = Annotated[Literal["gumbel", "softmax", "hard", "random"], typer.Option(help="How a gate weighs.")]
+Granularity = Annotated[Literal["token", "sequence", "layer"], typer.Option(help="What gets weights of its own.")]
 NormWeight = Annotated[float, typer.Option(help="The gate's first weight on the original norm.")]
 Heads = Annotated[bool, typer.Option("--heads", help="Task heads (classifiers) too.")]
 
@@ -63,11 +75,10 @@ Heads = Annotated[bool, typer.Option("--heads", help="Task heads (classifiers) t
 def config(norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength) -> Any:
     from hf_autonorm import GateConfig, PatchConfig
 
-    none = {"none": None, "None": None, "": None}
     return PatchConfig(
-        norm=none.get(norm, norm),
-        linear=none.get(linear, linear),
-        conv=none.get(conv, conv),
+        norm=None if norm == "none" else norm,
+        linear=None if linear == "none" else linear,
+        conv=None if conv == "none" else conv,
         branches=[name.strip() for name in branches.split(",")],
         include=include,
         exclude=exclude,
@@ -75,6 +86,22 @@ def config(norm, linear, conv, branches, include, exclude, gate, granularity, no
         strength=strength,
         gate=GateConfig(kind=gate, granularity=granularity, init_norm_weight=norm_weight),
     )
+
+
+def import_files(names: list[str]) -> None:
+    """Imports modules (of the present folder, too) or .py files, for the branches that they register."""
+    sys.path.insert(0, os.getcwd())
+    for name in names:
+        if not name.endswith(".py"):
+            importlib.import_module(name)
+            continue
+        path = Path(name)
+        if not path.is_file():
+            raise typer.BadParameter(f"--import {name}: there is no such file")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 def load(path: str) -> Any:

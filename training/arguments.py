@@ -35,7 +35,10 @@ class DataArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     data_dir: str | None = field(
         default=None,
-        metadata={"help": "Local folder, or one file, used instead of the Hub; see training/data/files.py."},
+        metadata={
+            "help": "Local folder, or one file, in place of the Hub: parquet, arrow, idx, TSV, CSV, xlsx, CoNLL-U, "
+            "trees or pictures. A word of the names (train, dev, test, …) tells the split."
+        },
     )
     text_column: str | None = field(default=None, metadata={"help": "Column of the text, or of its words."})
     image_column: str | None = field(default=None, metadata={"help": "Column of the image."})

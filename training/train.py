@@ -179,6 +179,9 @@ def main(argv: list[str] | None = None) -> dict:
             is_main_process=trainer.is_world_process_zero(),
             **whole,
         )
+    if trainer.is_world_process_zero() and not training_args.disable_tqdm:  # somebody is looking
+        folder = shlex.quote(training_args.output_dir)
+        print(f"Written: {folder}. All of it on one page: hf-autonorm report {folder}")
     return results
 
 
