@@ -163,16 +163,17 @@ def metric_type(name: str) -> str:
 
 def merge(previous: ModelCard | None, ours: dict[str, Any], given: set[str]) -> ModelCardData:
     """`ours` into the metadata that stands there: the user's words win where they did not come through this call
-    (`given`), lists are united, results of the same metric are renewed, unknown keys stay."""
+    (`given`), lists are united, our results are renewed, unknown keys stay."""
     old = {} if previous is None else previous.data.to_dict()
     old.pop("model-index", None)
     old_results = [] if previous is None else previous.data.eval_results or []
+    # What an earlier save said of its own weights is not true of these; the baseline has not changed.
+    old_results = [r for r in old_results if not re.search(r" \((patched|this model)\)$", r.metric_name or "")]
     left_behind = set(OUR_TAGS)
     if ours.get("library_name") != "hf_autonorm" and "hf_autonorm" in _as_list(old.get("library_name")):
         # The patch was taken out: its branches' names and the patched model's results say nothing of this model.
         old.pop("library_name")
         left_behind |= set(BRANCHES)
-        old_results = [r for r in old_results if not (r.metric_name or "").endswith("(patched)")]
     old_name = None if previous is None else previous.data.model_name
     new = {key: value for key, value in ours.items() if value not in (None, [], "")}
     results, name = new.pop("eval_results", []), new.pop("model_name")
