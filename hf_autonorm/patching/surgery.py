@@ -62,17 +62,20 @@ class Plan(AsTable, list):
         table = Table(
             title=f"{len(self.patched)} modules to patch, {len(self.left_alone)} left alone, {added:,} new parameters"
         )
-        for column in ("module", "how many", "class", "becomes", "new parameters"):
-            right = column in ("how many", "new parameters")
+        for column in ("module", "how many", "becomes", "parameters"):
+            right = column in ("how many", "parameters")
             table.add_column(column, justify="right" if right else "left", overflow="fold")
         groups: dict[tuple[Any, ...], list[PlanRow]] = {}
         for row in self:
             groups.setdefault((pattern(row.name), row.old_class, row.new_class, row.reason), []).append(row)
         for (modules, old, new, reason), rows in groups.items():
-            becomes = new if reason is None else Text(f"left alone: {reason}", style="dim")
+            if reason is not None:
+                becomes = Text(f"{old}, left alone: {reason}", style="dim")
+            else:
+                becomes = Text(new if f"({old} " in new else f"{old} → {new}")
             parameters = f"{sum(row.added_parameters for row in rows):,}" if reason is None else ""
             name = modules if len(rows) > 1 else rows[0].name or modules
-            table.add_row(name, str(len(rows)), old, becomes, parameters)
+            table.add_row(name, str(len(rows)), becomes, parameters)
         return table
 
 
