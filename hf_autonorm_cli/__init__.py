@@ -114,13 +114,18 @@ def patch(
     """Patch a model and save it; with [b]--texts[/b] it is calibrated first, and so stays close to the original."""
     from hf_autonorm import calibrate as fit
     from hf_autonorm import patch as apply
+    from hf_autonorm.patching.record import wrappers
 
     config = parts.config(
         norm, linear, conv, branches, include, exclude, gate, granularity, norm_weight, heads, strength
     )
-    loaded = apply(parts.load(model), config=config)
+    loaded = parts.load(model)
+    before = len(wrappers(loaded))
+    loaded = apply(loaded, config=config)
     report = None
-    if not texts and strength > 0:
+    if len(wrappers(loaded)) == before:
+        warnings.warn(f"{model} is patched in this way already; {output} is a copy of it", stacklevel=2)
+    elif not texts and strength > 0:
         warnings.warn(
             f"not calibrated: at strength {strength:g} this computes something else than {model}. --texts FILE fits "
             "it to the original, --strength 0 begins at it",

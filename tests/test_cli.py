@@ -394,6 +394,8 @@ def test_what_would_be_a_surprise_is_said(capsys, stock, tmp_path):
     for options, warned in ((), True), (("--strength", "0"), False):
         code, out, said = run(capsys, "patch", stock, tmp_path / f"m{len(options)}", "--norm", "dyt", *options)
         assert code == 0 and ("not calibrated" in said) == warned and "UserWarning" not in said
+    code, out, said = run(capsys, "patch", tmp_path / "m0", tmp_path / "again", "--norm", "dyt")
+    assert code == 0 and "patched in this way already" in said
     code, _, said = run(capsys, "calibrate", stock, tmp_path / "c", "--texts", __file__)
     assert code == 1 and "hf-autonorm patch MODEL OUT" in said
     code, out, _ = run(capsys, "--version")
