@@ -66,34 +66,28 @@ class _Strict:
 
 @dataclass(frozen=True)
 class GateConfig(_Strict):
-    """How AutoNorm's gate weighs the model's own norm against the branches."""
+    """How AutoNorm's gate weighs the model's own norm against the branches.
 
-    kind: str = field(
-        default="gumbel",
-        metadata={
-            "help": "gumbel: a soft Gumbel sample while training (the paper); softmax: no noise; hard: a one-hot "
-            "straight-through sample; random: uniform random weights, nothing is learned; fixed: the constant `value`."
-        },
-    )
-    granularity: str = field(
-        default="token",
-        metadata={
-            "help": "token: one weight per token (safe with causal masks, padding and caches); sequence: one per "
-            "sequence, from the mean over its valid tokens (refused on causal decoders); layer: one, for any input."
-        },
-    )
-    hidden: int | float = field(
-        default=16,
-        metadata={"help": "Width of the selector's hidden layer; a float below 1 is a share of the norm's width."},
-    )
-    tau: float = field(default=0.5, metadata={"help": "Temperature of the Gumbel sample, > 0."})
-    init_norm_weight: float = field(
-        default=0.9,
-        metadata={"help": "The original norm's weight at the start: 0.9 for a pretrained model, 0.5 from scratch."},
-    )
-    value: float | None = field(
-        default=None, metadata={"help": "With kind=fixed: the constant weight of the original norm, in [0, 1]."}
-    )
+    Attributes:
+        kind: "gumbel": a soft Gumbel sample while training, the mean in eval (the paper); "softmax": no noise; "hard":
+            a one-hot sample with a straight-through gradient; "random": uniform random weights, nothing is learned;
+            "fixed": the constant `value`.
+        granularity: "token": one weight per token (safe with causal masks, padding and caches); "sequence": one per
+            sequence, from the mean over its valid tokens (refused on causal decoders); "layer": one, for any input.
+        hidden: width of the selector's hidden layer; a float below 1 is a share of the norm's width.
+        tau: temperature of the Gumbel sample, > 0.
+        init_norm_weight: the original norm's weight at the start: 0.9 for a pretrained model, 0.5 from scratch.
+        value: with kind="fixed" the constant weight of the original norm, in [0, 1].
+
+    Raises ConfigError where a value is unknown or out of range.
+    """
+
+    kind: str = "gumbel"
+    granularity: str = "token"
+    hidden: int | float = 16
+    tau: float = 0.5
+    init_norm_weight: float = 0.9
+    value: float | None = None
 
     def __post_init__(self) -> None:
         _choice("gate kind", self.kind, GATE_KINDS)
@@ -125,44 +119,40 @@ class GateConfig(_Strict):
 
 @dataclass(frozen=True)
 class PatchConfig(_Strict):
-    """What `patch` changes, and into what."""
+    """What `patch` changes, and into what: its keywords are these fields.
 
-    norm: str | None = field(
-        default="autonorm",
-        metadata={
-            "help": "autonorm; the name of a branch, which then replaces the norm (dyt, rms_norm, …; identity: no "
-            "norm at all, where corrected layers follow it); or None: leave norms alone."
-        },
-    )
-    linear: str | None = field(default=None, metadata={"help": "affine_like, norm_like, or None."})
-    conv: str | None = field(default=None, metadata={"help": "affine_like, norm_like (PatchNorm), or None."})
-    branches: list[str] = field(
-        default_factory=lambda: ["dyt"], metadata={"help": "AutoNorm's branches beside the original norm."}
-    )
-    gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "AutoNorm's gate."})
-    include: str | list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Which modules: a string is a regular expression that matches the whole dotted name, a list "
-            "holds exact names or name suffixes (PEFT's grammar). None: all."
-        },
-    )
-    exclude: str | list[str] | None = field(default=None, metadata={"help": "Which modules not; same grammar."})
-    heads: bool = field(
-        default=False, metadata={"help": "Also patch task heads (classifiers); output embeddings never are."}
-    )
-    strength: float = field(default=1.0, metadata={"help": "0: the original bit for bit; 1: the paper's formula."})
-    dyt_alpha: float = field(default=0.5, metadata={"help": "α of pointwise branches before calibration."})
-    seed: int = field(
-        default=0, metadata={"help": "Seed of the new parameters; the global random state is unchanged."}
-    )
-    fused: str = field(
-        default="auto",
-        metadata={
-            "help": "Compiled AutoNorm layers: auto (where the input is large enough to pay), on or off. The "
-            "environment variable HF_AUTONORM_FUSED (auto, 1 or 0) comes first."
-        },
-    )
+    Attributes:
+        norm: "autonorm"; the name of a branch, which then replaces the norm ("dyt", "rms_norm", …; "identity": no norm
+            at all, where corrected layers follow it); None: leave norms alone.
+        linear: "affine_like", "norm_like", or None: leave linear layers alone.
+        conv: the same for convolutions (PatchNorm).
+        branches: AutoNorm's branches beside the original norm.
+        gate: AutoNorm's gate.
+        include: which modules: a string is a regular expression that matches the whole dotted name, a list holds exact
+            names or name suffixes (PEFT's grammar); None: all.
+        exclude: which modules not; the same grammar.
+        heads: patch task heads (classifiers) too; output embeddings never are.
+        strength: 0: the original bit for bit; 1: the paper's formula.
+        dyt_alpha: α of pointwise branches before calibration.
+        seed: of the new parameters; the global random state is unchanged.
+        fused: compiled AutoNorm layers: "auto" (where the input is large enough to pay), "on" or "off". The
+            environment variable HF_AUTONORM_FUSED (auto, 1 or 0) comes first.
+
+    Raises ConfigError where a value is unknown or out of range.
+    """
+
+    norm: str | None = "autonorm"
+    linear: str | None = None
+    conv: str | None = None
+    branches: list[str] = field(default_factory=lambda: ["dyt"])
+    gate: GateConfig = field(default_factory=GateConfig)
+    include: str | list[str] | None = None
+    exclude: str | list[str] | None = None
+    heads: bool = False
+    strength: float = 1.0
+    dyt_alpha: float = 0.5
+    seed: int = 0
+    fused: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.gate, dict):
