@@ -55,6 +55,7 @@ def plot_gate_history(history: list[dict[str, Any]], decision: dict[str, Any] | 
 def plot_diagnosis(diagnosis: Any, path: str | None = None, most: int = 40):
     """The `most` diverging layers, ranked, and the norms' R²; see `Diagnosis.plot`."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     rows, norms = diagnosis.layers[:most], diagnosis.norms[:most]
     heights = [max(1, len(rows)), *([max(1, len(norms))] if norms else [])]
@@ -72,7 +73,12 @@ def plot_diagnosis(diagnosis: Any, path: str | None = None, most: int = 40):
         axes.barh(range(len(rows)), [getattr(row, name) for row in rows], xerr=errors, height=0.8, color="0.45")
         axes.set_xlabel(label, fontsize=7)
         axes.tick_params(axis="x", labelsize=7)
-        axes.set_xscale(scale)
+        axes.margins(y=0.01)
+        if scale == "log":
+            axes.set_xscale(scale)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
     all_axes[0].set_yticks(range(len(rows)), _short([row.name for row in rows]), fontsize=6)
     all_axes[0].invert_yaxis()
     top.suptitle(f"Divergence by layer (loss: {diagnosis.loss})", fontsize=10)
@@ -82,6 +88,8 @@ def plot_diagnosis(diagnosis: Any, path: str | None = None, most: int = 40):
         axes.set_yticks(range(len(norms)), _short([norm.name for norm in norms]), fontsize=6)
         axes.set_xlim(min(0.0, min(norm.r2 for norm in norms)), 1)
         axes.set_xlabel("dytness: R² of the best Dynamic Tanh", fontsize=7)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.margins(y=0.01)
         axes.invert_yaxis()
     return _finish(figure, path)
 
@@ -90,6 +98,8 @@ def _short(names: list[str], longest: int = 34) -> list[str]:
     """Labels: without what all names begin with, and cut in the middle: a block's number is near the beginning."""
     parts = [name.split(".") for name in names]
     shared = len(os.path.commonprefix([words[:-1] for words in parts])) if len(names) > 1 else 0
+    if any(words[shared].isdigit() for words in parts):
+        shared = max(0, shared - 1)  # "layer.3.norm", not "3.norm"
     short = [".".join(words[shared:]) for words in parts]
     return [name if len(name) <= longest else f"{name[: longest - 12]}…{name[-11:]}" for name in short]
 
