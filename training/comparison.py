@@ -187,6 +187,7 @@ def _gate_lines(records: list[dict], gated: dict[str, list[list[dict]]]) -> list
     for variant, found in gated.items():
         first, last, early, late = gate_means(found)
         decisions = [r["freeze_decision"] for r in records if r["variant"] == variant and r["freeze_decision"]]
+        decisions = [d for d in decisions if d["rule"] != "never"]  # these were only watched
         said = ", ".join(
             dict.fromkeys(f"{len(d['frozen'])} of {d['layers']} after epoch {d['epoch']:g}" for d in decisions)
         )
