@@ -125,9 +125,12 @@ def _state_file(folder: Path) -> Path | None:
 
 
 def _watcher(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What GateFreezeCallback left in the trainer state."""
-    saved = state.get("stateful_callbacks", {}).get("GateFreezeCallback", {})
-    return (saved[0] if isinstance(saved, list) else saved).get("attributes", {})
+    """What GateFreezeCallback, or a class made from it, left in the trainer state."""
+    for saved in state.get("stateful_callbacks", {}).values():
+        for entry in saved if isinstance(saved, list) else [saved]:
+            if {"decision", "history"} <= entry.get("attributes", {}).keys():
+                return entry["attributes"]
+    return {}
 
 
 def _patches(folder: Path) -> list[dict[str, Any]]:
@@ -228,10 +231,12 @@ def _gates(
     layers = list(history[0]["layers"])
     of_layer = {module: entry["spec"]["branches"] for entry in patches for module in entry["modules"]}
     count = max(len(values["weights"]) for values in history[0]["layers"].values())
-    named = next((names for names in of_layer.values() if len(names) == count - 1), None)
+    # Layers may have different branches; a colour then stands for all that are at its place.
+    lists = [of_layer[name] for name in layers if name in of_layer]
+    named = [" / ".join(dict.fromkeys(names[i] for names in lists if i < len(names))) for i in range(count - 1)]
     return {
         "layers": layers,
-        "branches": ["the original norm", *(named or (f"branch {i}" for i in range(1, count)))],
+        "branches": ["the original norm", *(name or f"branch {i}" for i, name in enumerate(named, 1))],
         "epochs": [entry["epoch"] for entry in history],
         "steps": [entry["step"] for entry in history],
         "strengths": [entry.get("strength") for entry in history],

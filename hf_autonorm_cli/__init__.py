@@ -237,11 +237,16 @@ def fold(
 
     loaded = parts.load(model)
     before = len(wrappers(loaded))
+    gated = {id(w) for _, w in wrappers(loaded) if not getattr(w, "replaces", True)}
     loaded = collapse(loaded, parts.batches(loaded, model, texts) if texts else None, tolerance)
     left = len(wrappers(loaded))
     parts.save(loaded, output, model)
     if not as_json:
-        out.print(f"{before - left} of {before} patched modules are the original again", highlight=False)
+        alone = sum(id(w) in gated and w.replaces for _, w in wrappers(loaded))
+        out.print(
+            f"Of {before} patched modules {before - left} are the original again, {alone} became one branch.",
+            highlight=False,
+        )
     parts.done(output, {"output": str(output), "patched_before": before, "patched_after": left}, as_json)
 
 

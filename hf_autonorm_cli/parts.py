@@ -90,14 +90,20 @@ def config(norm, linear, conv, branches, include, exclude, gate, granularity, no
 
 def import_files(names: list[str]) -> None:
     """Imports modules (of the present folder, too) or .py files, for the branches that they register."""
-    sys.path.insert(0, os.getcwd())
+    if names:
+        sys.path.append(os.getcwd())
     for name in names:
         if not name.endswith(".py"):
             importlib.import_module(name)
             continue
-        path = Path(name)
+        path = Path(name).resolve()
         if not path.is_file():
             raise typer.BadParameter(f"--import {name}: there is no such file")
+        known = sys.modules.get(path.stem)
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            continue
+        if known is not None or path.stem in sys.stdlib_module_names:
+            raise typer.BadParameter(f"--import {name}: there is a module {path.stem} already; rename the file")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
@@ -171,6 +177,8 @@ def numbers(pairs: list[str] | None) -> dict[str, float]:
     for pair in pairs or []:
         name, _, value = pair.partition("=")
         try:
+            if not name:
+                raise ValueError
             numbers[name] = float(value)
         except ValueError:
             raise typer.BadParameter(f"{pair!r} is not name=value with a number, e.g. accuracy=0.91") from None

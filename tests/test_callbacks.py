@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from hf_autonorm import GateConfig, GateFreezeCallback, StationarityCallback, StrengthRampCallback, patch, set_strength
 from hf_autonorm.errors import AutoNormError, ConfigError, NotPatchedError
 from hf_autonorm.nn import AutoNorm
+from hf_autonorm.patching.record import wrappers
 from tests.models import bert, gpt2, perturb_norms, same_bits
 
 
@@ -518,3 +519,56 @@ def test_a_causal_model_trains(tmp_path):
     run.train()
     assert model.lm_head.weight is model.transformer.wte.weight
     assert issubclass(NotPatchedError, AutoNormError)
+
+
+@pytest.mark.parametrize("first", ["norms", "linears"])
+def test_a_ramp_moves_what_is_not_at_its_end_yet_and_no_other(tmp_path, first):
+    """Patched twice, each with a strength of its own."""
+    rules = {"norms": dict(strength=1.0), "linears": dict(norm=None, linear="affine_like", strength=0.0)}
+    model = perturb_norms(bert(num_hidden_layers=1))
+    for name in (first, *(rules.keys() - {first})):
+        patch(model, **rules[name])
+    seen = {}
+
+    class Look(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            seen[state.global_step] = [(isinstance(w, AutoNorm), w.scalar("strength")) for _, w in wrappers(model)]
+
+    trainer(tmp_path, [StrengthRampCallback(ratio=1.0), Look()], model).train()
+    for step, strengths in seen.items():
+        assert {strength for norm, strength in strengths if norm} == {1.0}
+        assert all(strength == pytest.approx(step / 6) for norm, strength in strengths if not norm)
+
+
+@pytest.mark.parametrize("how", ["stopped", "best"])
+def test_a_model_that_ends_below_the_ramp_is_told(tmp_path, how):
+    class Stop(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, learning_rate=0.1,
+                eval_strategy="epoch", save_strategy="epoch")  # fmt: skip
+    model = set_strength(make(), 0.0)
+    callbacks = [StrengthRampCallback(ratio=1.0), *([Stop()] if how == "stopped" else [])]
+    told = r"at strength 0\.\d+, not at the ramp's end of 1: " + (
+        ".* is from before" if how == "best" else "training ended"
+    )
+    with pytest.warns(UserWarning, match=told):
+        trainer(tmp_path, callbacks, model, **(best if how == "best" else {})).train()
+
+
+def test_frozen_before_is_frozen_still(tmp_path):
+    """A second training, or two callbacks: nobody speaks of a best model that nobody asked for."""
+    model, watcher = make(), GateFreezeCallback(1, rule="never")
+    for _ in range(2):
+        callback = GateFreezeCallback(1, rule="always")
+        trainer(tmp_path, [watcher, callback], model).train()
+        assert len(callback.decision["frozen"]) == callback.decision["layers"]
+        assert "best model" not in callback.describe() + watcher.describe()
+
+
+def test_a_checkpoint_of_other_settings_is_not_taken_over_in_silence(tmp_path):
+    trainer(tmp_path, [GateFreezeCallback(1)], make(), save_strategy="epoch").train()
+    run = trainer(tmp_path, [GateFreezeCallback(1, entropy_threshold=0.2)], make(), save_strategy="epoch")
+    with pytest.warns(UserWarning, match="had other settings, .*0.1"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

@@ -115,7 +115,7 @@ def test_fold(capsys, stock, texts, tmp_path):
     assert code == 0 and json.loads(out)["patched_after"] == 5
     run(capsys, "patch", stock, tmp_path / "s", "--strength", 0)
     code, out, _ = run(capsys, "fold", tmp_path / "s", tmp_path / "f", "--texts", texts)
-    assert code == 0 and "5 of 5 patched modules are the original again" in out
+    assert code == 0 and "Of 5 patched modules 5 are the original again, 0 became one branch." in out
     assert same_state(from_pretrained(tmp_path / "f"), from_pretrained(stock))
     assert (tmp_path / "f" / "tokenizer.json").exists()
 
@@ -386,8 +386,10 @@ def test_a_branch_of_ones_own_on_the_command_line(capsys, stock, tmp_path, monke
     finally:
         BRANCHES.clear()
         BRANCHES.update(kept)
-    code, _, said = run(capsys, "--import", "no_such.py", "env")
-    assert code == 2 and "no such file" in said
+    (tmp_path / "random.py").write_text("")
+    for given, words in (("no_such.py", "no such file"), ("random.py", "module random already")):
+        code, _, said = run(capsys, "--import", given, "env")
+        assert code == 2 and words in said
 
 
 def test_what_would_be_a_surprise_is_said(capsys, stock, tmp_path):

@@ -145,8 +145,10 @@ def test_a_run_of_any_trainer_has_gates_and_curves_too(tmp_path):
     path = tmp_path / "run" / "checkpoint-60" / "trainer_state.json"
     state = json.loads(path.read_text())
     attributes = {"decision": results["freeze_decision"], "history": results["gate_history"]}
-    for saved in ({"args": {}, "attributes": attributes}, [{"args": {}, "attributes": attributes}]):
-        path.write_text(json.dumps(state | {"stateful_callbacks": {"GateFreezeCallback": saved}}))
+    noted = {"args": {}, "attributes": attributes}
+    for name, saved in (("GateFreezeCallback", noted), ("GateFreezeCallback", [noted]), ("ClassMadeFromIt", noted)):
+        ramp = {"StrengthRampCallback": {"args": {}, "attributes": {"starts": [0.0]}}}
+        path.write_text(json.dumps(state | {"stateful_callbacks": ramp | {name: saved}}))
         alone = collect(tmp_path / "run")
         assert alone["data"] == whole["data"] and alone["decided"] == whole["decided"] and alone["steps"] == 60
         assert alone["patches"] == whole["patches"] != []
@@ -329,7 +331,7 @@ def test_screenshots_show_the_charts(browser, tmp_path):
         ("results.json", {"metrics": {}, "freeze_decision": {"frozen": []}}),
         ("results.json", {"metrics": {}, "gate_history": [{"epoch": 1, "step": 1, "layers": {}}]}),
         ("trainer_state.json", {"log_history": None}),
-        ("trainer_state.json", {"stateful_callbacks": {"GateFreezeCallback": []}}),
+        ("trainer_state.json", {"stateful_callbacks": {"GateFreezeCallback": [3]}}),
         ("config.json", {"quantization_config": {"quant_method": "autonorm", "patches": [{"modules": ["a"]}]}}),
         ("diagnosis.json", ["layer"]),
     ],
@@ -348,3 +350,13 @@ def test_an_output_that_is_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         write_report(run)
     assert not list(run.glob("*.tmp"))
+
+
+def test_layers_with_different_branches_are_not_called_by_one_of_them(tmp_path):
+    run = made_run(tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    (entry,) = config["quantization_config"]["patches"]
+    other = {"spec": entry["spec"] | {"branches": ["rms_norm"]}, "modules": entry["modules"][:1]}
+    config["quantization_config"]["patches"] = [other, entry | {"modules": entry["modules"][1:]}]
+    (run / "config.json").write_text(json.dumps(config))
+    assert collect(run)["data"]["gates"]["branches"] == ["the original norm", "rms_norm / dyt"]

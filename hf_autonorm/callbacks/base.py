@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -71,11 +72,18 @@ class Resumable(LogsBesideLoss, ExportableState):
     def restore(self, state: TrainerState) -> bool:
         """Takes over what a checkpoint of this callback saved; whether there was one."""
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step > 0 else None
-        for entry in saved if isinstance(saved, list) else [saved] if saved else []:
+        entries = saved if isinstance(saved, list) else [saved] if saved else []
+        for entry in entries:
             if entry["args"] == self.arguments():
                 for name in self._attributes:
                     setattr(self, name, entry["attributes"][name])
                 return True
+        if entries:
+            warnings.warn(
+                f"{type(self).__name__}: the checkpoint's run had other settings, {entries[0]['args']}; what it noted "
+                "until then is not taken over. Give the same settings to go on",
+                stacklevel=4,
+            )
         return False
 
 

@@ -160,7 +160,9 @@ class GateFreezeCallback(Resumable):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # `load_best_model_at_end` may have brought back a model from before the freeze.
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            return
+        # What was brought back may be from before the freeze.
         frozen = [name for name, layer in self._layers if layer.scalar("frozen")]
         if self.decision is not None and set(frozen) != set(self.decision["frozen"]):
             decided, best = self.decision["frozen"], state.best_model_checkpoint
@@ -252,9 +254,8 @@ class GateFreezeCallback(Resumable):
         for _, layer in chosen:
             layer.freeze()
         if chosen or self.decision is None:
-            before = self.decision["frozen"] if self.decision else []
             self.decision = {
-                "frozen": before + [name for name, _ in chosen],
+                "frozen": [name for name, layer in self._layers if layer.scalar("frozen")],
                 "layers": len(self._layers),
                 "entropy": mean,
                 "epoch": state.epoch,

@@ -12,19 +12,20 @@ from transformers.training_args import TrainingArguments
 from ..config import in_range
 from ..errors import ConfigError, NotPatchedError
 from ..patching.record import wrappers
-from ..patching.surgery import set_strength
 from .base import NOT_PATCHED, Resumable, add_to_logs, require_in_optimizer
 
 
 class StrengthRampCallback(Resumable):
     """Walks the strength λ linearly from its present value to `end` over the share `ratio` of the optimizer steps.
 
+    Each patched module begins at its own strength: of a model patched twice, what is at `end` already stays there.
+
     Args:
         end: the strength at the end, in [0, 1].
         ratio: share of all steps after which it is reached, in (0, 1].
     """
 
-    _attributes = ("start",)
+    _attributes = ("starts",)
 
     def __init__(self, end: float = 1.0, ratio: float = 0.6) -> None:
         in_range("end", end, 0.0, 1.0)
@@ -32,7 +33,7 @@ class StrengthRampCallback(Resumable):
         if ratio == 0:
             raise ConfigError("ratio=0 is no ramp; to change the strength at once call set_strength(model, …)")
         self.end, self.ratio = end, ratio
-        self.start: float | None = None
+        self.starts: list[float] = []  # of the wrappers, in the model's order
 
     def arguments(self) -> dict[str, Any]:
         return {"end": self.end, "ratio": self.ratio}
@@ -52,10 +53,10 @@ class StrengthRampCallback(Resumable):
                 "learn. LoRA freezes what it does not adapt: name the norms in its modules_to_save",
                 stacklevel=2,
             )
-        self.start = None
-        if not self.restore(state) or self.start is None:
-            self.start = found[0][1].scalar("strength")
-            if self.start == self.end:
+        self.starts = []
+        if not self.restore(state) or len(self.starts) != len(found):
+            self.starts = [wrapper.scalar("strength") for _, wrapper in found]
+            if set(self.starts) == {self.end}:
                 warnings.warn(
                     f"StrengthRampCallback: the strength is {self.end:g} already, so there is nothing to ramp; begin "
                     f"elsewhere: patch(model, strength={0.0 if self.end else 1.0}) or set_strength(model, …)",
@@ -68,6 +69,20 @@ class StrengthRampCallback(Resumable):
     ) -> None:
         self._set(state, kwargs["model"])
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        strengths = [wrapper.scalar("strength") for _, wrapper in wrappers(kwargs["model"])]
+        farthest = max(strengths, key=lambda strength: abs(strength - self.end))
+        if abs(farthest - self.end) > 1e-6:
+            best = args.load_best_model_at_end and state.best_model_checkpoint
+            why = f"{best}, the best one, is from before that" if best else "training ended before that"
+            warnings.warn(
+                f"StrengthRampCallback: the model is at strength {farthest:.3g}, not at the ramp's end of "
+                f"{self.end:g}: {why}. Keep it as it is, or call set_strength(model, {self.end:g}) and score it anew",
+                stacklevel=2,
+            )
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -77,11 +92,13 @@ class StrengthRampCallback(Resumable):
         **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
-            add_to_logs(state, logs, {"strength": self._strength(state)})
+            strengths = self._strengths(state)
+            add_to_logs(state, logs, {"strength": sum(strengths) / len(strengths)})
 
-    def _strength(self, state: TrainerState) -> float:
+    def _strengths(self, state: TrainerState) -> list[float]:
         share = min(1.0, state.global_step / max(1.0, self.ratio * state.max_steps))
-        return self.end if share == 1 else self.start + (self.end - self.start) * share
+        return [self.end if share == 1 else start + (self.end - start) * share for start in self.starts]
 
     def _set(self, state: TrainerState, model: torch.nn.Module) -> None:
-        set_strength(model, self._strength(state))
+        for (_, wrapper), strength in zip(wrappers(model), self._strengths(state), strict=True):
+            wrapper.set_scalar("strength", strength)

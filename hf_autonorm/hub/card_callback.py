@@ -92,7 +92,7 @@ class ModelCardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._ended and metrics:
-            self.facts.metrics = results(metrics)
+            self.facts.metrics |= results(metrics)  # of several data sets, one by one
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -103,7 +103,7 @@ def results(metrics: Mapping[str, Any]) -> dict[str, float]:
         name.removeprefix(prefix) if all(n.startswith(prefix) for n in names) else name: metrics[name]
         for name in names
     }
-    return {name: v for name, v in plain.items() if name not in _NOT_RESULTS and isinstance(v, (int, float))}
+    return {name: v for name, v in plain.items() if not name.endswith(_NOT_RESULTS) and isinstance(v, (int, float))}
 
 
 def evaluations(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ def write_card(
         label=label,
         results=_results(metrics, baseline),
         has_baseline=bool(baseline),
-        not_finite=sorted({metric_type(n) for d in (metrics, baseline) for n, v in d.items() if not math.isfinite(v)}),
+        not_finite=sorted({n for d in (metrics, baseline) for n, v in d.items() if not math.isfinite(v)}),
         dataset=parts["name"] if dataset else None,
         split=parts.get("split"),
         command=command,
@@ -196,7 +196,7 @@ def _results(metrics: dict[str, float], baseline: dict[str, float]) -> list[dict
         both = value is not None and other is not None
         rows.append(
             {
-                "name": metric_type(name),
+                "name": name,
                 "value": "" if value is None else f"{value:.6g}",
                 "baseline": "" if other is None else f"{other:.6g}",
                 "difference": f"{value - other:+.4g}" if both else "",
@@ -207,11 +207,12 @@ def _results(metrics: dict[str, float], baseline: dict[str, float]) -> list[dict
 
 def _gate_facts(model: nn.Module, folder: Path, callbacks: list[Any]) -> dict[str, Any]:
     """Gate table, freeze decision and pictures; nothing where no gate learns."""
-    from ..diagnostics.gates import gates
+    from ..diagnostics.gates import Gates, gates
 
-    if not any(layer.bias_gate.learns for _, layer in autonorms(model)):
+    rows = Gates(row for row in (gates(model) if autonorms(model) else []) if row.learns)
+    if not rows:
         return {"gates": []}
-    rows, watcher = gates(model), _watcher(callbacks)
+    watcher = _watcher(callbacks)
     frozen = sum(row.frozen for row in rows)
     names = list(dict.fromkeys(name for row in rows for name in row.weights))
     return {

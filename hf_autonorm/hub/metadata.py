@@ -132,7 +132,7 @@ def eval_results(
                         dataset_split=dataset.get("split"),
                         dataset_revision=dataset.get("revision"),
                         metric_type=metric_type(name),
-                        metric_name=f"{metric_type(name)} ({whose})",
+                        metric_name=f"{name} ({whose})",
                         metric_value=value,
                     )
                 )
@@ -145,10 +145,10 @@ def results_in(card: ModelCard) -> tuple[dict[str, float], dict[str, float], dic
     baseline: dict[str, float] = {}
     dataset = None
     for result in card.data.eval_results or []:
-        whose = re.fullmatch(r".* \((patched|this model|baseline, not patched)\)", result.metric_name or "")
+        whose = re.fullmatch(r"(.*) \((patched|this model|baseline, not patched)\)", result.metric_name or "")
         if whose is None:
             continue  # the user's own
-        (baseline if whose[1].startswith("baseline") else ours)[result.metric_type] = result.metric_value
+        (baseline if whose[2].startswith("baseline") else ours)[whose[1]] = result.metric_value
         if result.dataset_name != NOT_STATED:
             # A name alone has its slug for a type, which is no Hub id.
             parts = {"type": result.dataset_type if "/" in result.dataset_type else None, "name": result.dataset_name}

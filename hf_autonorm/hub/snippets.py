@@ -7,6 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
+from ..patching.record import wrappers
+
+_IMPORT = "import hf_autonorm  # makes stock `from_pretrained` know the patch\n"
 _LOAD = """import torch
 
 import hf_autonorm  # makes stock `from_pretrained` know the patch
@@ -51,13 +54,16 @@ def snippet(model: nn.Module, folder: Path, path: str) -> str | None:
         processor, processor_name = "AutoImageProcessor", "processor"
         inputs = 'inputs = processor(Image.new("RGB", (640, 480)), return_tensors="pt")'
     else:
-        return (_STOCK if hasattr(transformers, cls) else _BARE).format(path=path, cls=cls)
+        text = (_STOCK if hasattr(transformers, cls) else _BARE).format(path=path, cls=cls)
+        return text if wrappers(model) else text.replace(_IMPORT, "")
     shown = "outputs.logits" if re.search(r"For[A-Z]|LMHead", type(model).__name__) else "outputs[0]"
     names = ", ".join(sorted({cls, processor}))
     text = _LOAD.format(
         names=names, path=path, processor_name=processor_name, processor=processor, cls=cls, inputs=inputs, shown=shown
     )
-    return text.replace("import torch\n", "import torch\nfrom PIL import Image\n", 1) if "Image.new" in text else text
+    if "Image.new" in text:
+        text = text.replace("import torch\n", "import torch\nfrom PIL import Image\n", 1)
+    return text if wrappers(model) else text.replace(_IMPORT, "")
 
 
 def auto_class(name: str) -> str:

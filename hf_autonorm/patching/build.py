@@ -16,12 +16,14 @@ from .record import watch
 from .survey import Survey, Target
 
 
-def build(survey: Survey, target: Target, config: PatchConfig, device: torch.device | None = None) -> Wrapper:
-    """The wrapper for one target; reads the model, changes nothing."""
+def build(
+    survey: Survey, target: Target, config: PatchConfig, order: int = 0, device: torch.device | None = None
+) -> Wrapper:
+    """The wrapper for one target of the `order`-th call of `patch`; reads the model, changes nothing."""
     wrapper = (
         _build_correction(target, config) if target.kind != "norm" else _build_norm(survey, target, config, device)
     )
-    wrapper.patch_config = config
+    wrapper.patch_config, wrapper.patch_order = config, order
     wrapper.register_state_dict_pre_hook(watch)
     return wrapper
 

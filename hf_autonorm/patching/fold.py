@@ -40,31 +40,42 @@ def fold(model: nn.Module, batches: Iterable[Any] | None = None, tolerance: floa
     if not found:
         raise NotPatchedError(f"{type(model).__name__} holds no patched module; there is nothing to fold")
     lowest = _lowest_weights(model, batches)
+    enough = 1 - tolerance - 1e-6  # weights are in fp32
     swaps: dict[int, nn.Module] = {}
-    undecided, folded = 0, 0
+    folded, unknown, held = 0, 0, 0
     open_gates: list[tuple[float, str, str]] = []  # the largest of a gate's lowest weights, what it is of, the layer
     for name, wrapper in found:
-        if wrapper.scalar("strength") == 0:
+        strength = wrapper.scalar("strength")
+        if strength == 0:
             swaps[id(wrapper)] = wrapper.original
-        elif isinstance(wrapper, AutoNorm):
+        elif isinstance(wrapper, AutoNorm) and not wrapper.replaces:
             weights = lowest.get(wrapper)
             if weights is None:
-                undecided += 1
-            elif weights[0] >= 1 - tolerance:
+                unknown += wrapper.bias_gate.learns
+                continue
+            index = weights.index(max(weights))
+            if weights[index] < enough:
+                open_gates.append((weights[index], ("norm", *wrapper.branch_names)[index], name))
+            elif index == 0:
                 swaps[id(wrapper)] = wrapper.original
-            elif wrapper.scalar("strength") == 1 and not wrapper.replaces and max(weights[1:]) >= 1 - tolerance:
-                _keep_branch(wrapper, weights.index(max(weights[1:])) - 1)
+            elif strength == 1:
+                _keep_branch(wrapper, index - 1)
                 folded += 1
-            elif not wrapper.replaces:
-                open_gates.append(max(zip(weights, ("norm", *wrapper.branch_names), [name] * len(weights))))
-    if undecided:
-        warnings.warn(f"{undecided} gates depend on their input; fold(model, batches) judges them too", stacklevel=3)
-    elif open_gates and not swaps and not folded:
+            else:
+                held += 1
+    if unknown:
+        warnings.warn(f"{unknown} gates depend on their input; fold(model, batches) judges them too", stacklevel=3)
+    if held:
+        warnings.warn(
+            f"{held} gates have settled on a branch, at a strength below 1: set_strength(model, 1.0) and fold again",
+            stacklevel=3,
+        )
+    if open_gates and not (swaps or folded or unknown or held):
         weight, branch, name = max(open_gates)
+        remedy = "a larger tolerance folds it, and changes the outputs by more" if weight > 0.51 else "it is undecided"
         warnings.warn(
             f"fold changed nothing: no gate has settled within tolerance={tolerance:g}. The nearest is {name!r}, "
-            f"whose weight of {branch!r} is {weight:.4g} at least; a larger tolerance folds it, and moves the outputs "
-            "by more",
+            f"whose weight of {branch!r} is {weight:.4g} at least; {remedy}",
             stacklevel=3,
         )
     model = Survey(model).swap(swaps)

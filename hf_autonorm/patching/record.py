@@ -44,9 +44,10 @@ def wrappers(model: nn.Module) -> list[tuple[str, Wrapper]]:
 
 
 def patch_entries(model: nn.Module) -> list[dict[str, Any]]:
-    """`[{"spec": PatchConfig as a dict, "modules": names}]`, one entry for each distinct setting."""
+    """`[{"spec": PatchConfig as a dict, "modules": names}]`, one entry for each distinct setting, in the order of the
+    `patch` calls."""
     entries: dict[str, dict[str, Any]] = {}
-    for name, wrapper in wrappers(model):
+    for name, wrapper in sorted(wrappers(model), key=lambda found: getattr(found[1], "patch_order", 0)):
         config = getattr(wrapper, "patch_config", None)
         if config is not None:
             entry = entries.setdefault(config.to_json(), {"spec": config.to_dict(), "modules": []})

@@ -183,7 +183,8 @@ def patch(
             "or save after merge_and_unload()",
             stacklevel=3,
         )
-    built = [(target, build(survey, target, config)) for target in wanted]
+    order = 1 + max((getattr(wrapper, "patch_order", 0) for _, wrapper in wrappers(model)), default=0)
+    built = [(target, build(survey, target, config, order)) for target in wanted]
     result = survey.swap({id(target.module): wrapper for target, wrapper in built})
     try:
         connect_masks(result)
@@ -231,7 +232,7 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
     """Wraps exactly the named modules: the skeleton of a saved model, before its weights are loaded."""
     survey = Survey(model)
     swaps = {}
-    for config, names in entries:
+    for order, (config, names) in enumerate(entries):
         candidates = {
             name: target
             for target in find_targets(model, config.replace(include=None, exclude=None), skeleton=True)
@@ -239,7 +240,7 @@ def rebuild(model: nn.Module, entries: list[tuple[PatchConfig, list[str]]]) -> n
         }
         for name in names:
             target = candidates[name]
-            swaps[id(target.module)] = build(survey, target, config)
+            swaps[id(target.module)] = build(survey, target, config, order)
     model = survey.swap(swaps)
     connect_masks(model)
     return model

@@ -211,3 +211,13 @@ def test_patch_of_a_part_is_in_the_table(tmp_path):
     model = patch(tiny_bert(patched=False), include=r".*layer\.1\..*")
     text, _, _ = card_of(save_pretrained(model, tmp_path / "m"))
     assert "| `bert.encoder.layer.*.output.LayerNorm` | 1 | LayerNorm |" in text
+
+
+def test_several_evaluation_sets_are_all_told_and_no_timing_is_a_result(tmp_path):
+    model, card = tiny_bert(), ModelCardCallback()
+    trainer = trainer_for(model, tmp_path / "out", [card], num_train_epochs=1)
+    trainer.eval_dataset = {"a": ROWS[:10], "b": ROWS[10:20]}
+    trainer.train()
+    trainer.evaluate()
+    _, _, values = card_of(save_pretrained(model, tmp_path / "m", callbacks=[card]))
+    assert values.keys() == {f"{part}_{name} (patched)" for part in "ab" for name in ("accuracy", "loss")}

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerFast
 
-from hf_autonorm import GateFreezeCallback, calibrate, patch, save_pretrained
+from hf_autonorm import GateFreezeCallback, calibrate, patch, save_pretrained, unpatch
 from hf_autonorm.hub import cards
 from hf_autonorm.hub.metadata import CardError, check_metadata
 from hf_autonorm.hub.snippets import auto_class
@@ -234,3 +234,26 @@ def test_record_is_json(tmp_path):
     folder = save_pretrained(patch(tiny_net()), tmp_path / "net")
     record = json.loads((folder / "autonorm_config.json").read_text())
     assert record["quant_method"] == "autonorm" and record["patches"][0]["modules"] == ["1", "3"]
+
+
+def test_a_model_patched_twice(tmp_path):
+    """Layers without a gate are no gates, and the calls stand in the order in which they lead to this model again."""
+    model = unpatch(tiny_bert())
+    patch(model, norm="dyt", include=r".*layer\.0\..*")
+    patch(model)
+    for folder in ("saved", "again"):
+        text = (save_pretrained(model, tmp_path / folder) / "README.md").read_text()
+        assert "3 gates: mean weight of the original norm 0.9000" in text and "0 of 3 gates are frozen" in text
+        first, second = re.search(r"```text\n(.*?)```", text, re.DOTALL).group(1).splitlines()
+        assert first.startswith("patch(model, norm='dyt', include=") and second == "patch(model)"
+        model = type(model).from_pretrained(tmp_path / folder)
+    fresh = unpatch(tiny_bert())
+    for call in (first, second):
+        eval(call, {"patch": patch, "model": fresh})
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+
+
+def test_the_card_of_a_model_without_a_patch_does_not_speak_of_one(tmp_path):
+    folder = save_pretrained(unpatch(tiny_bert()), tmp_path / "stock")
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL).group(1)
+    assert "hf_autonorm" not in code and "AutoModelForSequenceClassification.from_pretrained" in code
