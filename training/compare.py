@@ -48,6 +48,9 @@ def main(argv: list[str] | None = None) -> Path:
     if args.report:
         if not path.is_file():
             raise ValueError(f"{path} does not exist; run without --report first.")
+        others = {record["recipe"] for record in read_records(path)} - {Path(args.recipe).stem}
+        if others:
+            raise ValueError(f"{path} holds runs of {', '.join(sorted(others))}, not of {Path(args.recipe).stem}.")
         return publish(folder, Path(args.cards_dir, folder.name))
     folder.mkdir(parents=True, exist_ok=True)
     run_all(args, overrides, folder, path)

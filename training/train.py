@@ -30,7 +30,7 @@ Two processes on a CPU, to try that:
     ACCELERATE_USE_CPU=true accelerate launch --config_file training/accelerate/ddp.yaml training/train.py \
         --config training/recipes/word_sentiment.yaml --use_cpu true --ddp_backend gloo
 
-The output folder gets the model with its tokenizer, the checkpoints and `results.json`, and a patched model its card.
+The output folder gets the model with its tokenizer and card, the checkpoints and `results.json`.
 `--baseline` names the folder of an `ln` run whose numbers the card shows beside:
 
     accelerate launch training/train.py --config training/recipes/word_sentiment.yaml --variant autonorm_s \
@@ -164,21 +164,18 @@ def main(argv: list[str] | None = None) -> dict:
     }
     if trainer.is_world_process_zero():
         write_whole(Path(training_args.output_dir, "results.json"), json.dumps(results, indent=2) + "\n")
-    if variant_args.variant == "ln":
-        trainer.save_model()
-    else:
-        # Weights that FSDP has cut up are put together again, by all processes.
-        whole = {"state_dict": trainer.accelerator.get_state_dict(trainer.model)} if trainer.is_fsdp_enabled else {}
-        save_pretrained(
-            trainer.model,
-            training_args.output_dir,
-            metrics=card_metrics(metrics),
-            command=results["command"],
-            callbacks=[*callbacks, card],
-            tokenizer=task.processing_class,
-            is_main_process=trainer.is_world_process_zero(),
-            **whole,
-        )
+    # Weights that FSDP has cut up are put together again, by all processes.
+    whole = {"state_dict": trainer.accelerator.get_state_dict(trainer.model)} if trainer.is_fsdp_enabled else {}
+    save_pretrained(
+        trainer.model,
+        training_args.output_dir,
+        metrics=card_metrics(metrics),
+        command=results["command"],
+        callbacks=[*callbacks, card],
+        tokenizer=task.processing_class,
+        is_main_process=trainer.is_world_process_zero(),
+        **whole,
+    )
     if trainer.is_world_process_zero() and not training_args.disable_tqdm:  # somebody is looking
         folder = shlex.quote(training_args.output_dir)
         print(f"Written: {folder}. All of it on one page: hf-autonorm report {folder}")

@@ -75,7 +75,7 @@ class Plan(AsTable, list):
                 becomes = Text(new if f"({old} " in new else f"{old} → {new}")
             parameters = f"{sum(row.added_parameters for row in rows):,}" if reason is None else ""
             name = modules if len(rows) > 1 else rows[0].name or modules
-            table.add_row(name, str(len(rows)), becomes, parameters)
+            table.add_row(Text(name), str(len(rows)), becomes, parameters)
         return table
 
 
