@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-autonorm demo --output runs/demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ def sentences(data_dir: str | None, split: str, count: int, seed: int) -> list[s
 
 
 def survival(
-    data_dir: str | None, texts: int, seed: int, names: list[str] | None = None, unseen: int = 512
+    data_dir: str | None, texts: int, seed: int, names: list[str] | None = None, unseen: int = 512, size: int = 32
 ) -> dict[str, dict[str, float]]:
     """For each patch: mean cosine with the original on `unseen` sentences, as patched and calibrated on `texts`."""
     from transformers import AutoModel, AutoTokenizer
@@ -69,7 +69,7 @@ def survival(
         row["bits that differ at strength 0"] = (embed(model, tokenizer, judged) != reference).sum().item()
         set_strength(model, 1.0)
         start = time.perf_counter()
-        calibrate(model, batched(tokenizer, sentences(data_dir, "train", texts, seed), 32))
+        calibrate(model, batched(tokenizer, sentences(data_dir, "train", texts, seed), size))
         row["seconds"] = time.perf_counter() - start
         row["calibrated"] = cosine()
         rows[name] = row

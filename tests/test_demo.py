@@ -10,8 +10,6 @@ from hf_autonorm import demo, demo_task
 from hf_autonorm.errors import ConfigError
 from hf_autonorm.report import collect
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):

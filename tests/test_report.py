@@ -287,7 +287,6 @@ def browser():
     return run
 
 
-@pytest.mark.xdist_group("browser")
 def test_the_sliders_work_and_a_phone_shows_all_of_it(browser, tmp_path):
     write_report(made_run(tmp_path), tmp_path / "report.html")
     (tmp_path / "driver.html").write_text(DRIVER)
@@ -304,7 +303,6 @@ def test_the_sliders_work_and_a_phone_shows_all_of_it(browser, tmp_path):
         assert seen["layer"] == [LAYERS[5], 2] and seen["clicked"] == ["7", True]
 
 
-@pytest.mark.xdist_group("browser")
 def test_screenshots_show_the_charts(browser, tmp_path):
     """At the width of a phone (in a frame: no window is so narrow) and of a desktop; in the colours of the lines."""
     from PIL import Image

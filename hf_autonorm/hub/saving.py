@@ -122,6 +122,8 @@ def save_pretrained(
                     callbacks=callbacks,
                     license=license,
                 )
+            except OSError:  # a full disk: the folder stays as it was
+                raise
             except Exception as error:  # what is wrong with a card, or its pictures, is no reason to lose the weights
                 failure = error
     if failure is not None:

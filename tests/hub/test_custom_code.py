@@ -23,8 +23,6 @@ from tests.hub.local_hub import LocalHub
 from tests.hub.small import same_state, tiny_bert, tiny_net
 from tests.models import FAMILIES, bert, build, images, perturb_gates, same_bits, tokens
 
-pytestmark = pytest.mark.xdist_group("client")  # one process runs what has no package, one is the client of the Hub
-
 REPOS = ("me/code-by-model", "me/code-by-folder")
 SCRIPT = Path(__file__).with_name("without_package.py")
 ROOT = SCRIPT.parents[2]

@@ -4,8 +4,6 @@ import pytest
 
 from tests.hub.local_hub import OWNER_TOKEN, LocalHub, RemoteError
 
-pytestmark = pytest.mark.xdist_group("client")
-
 API = "from huggingface_hub import HfApi, hf_hub_download\napi = HfApi()\n"
 
 

@@ -8,8 +8,6 @@ import yaml
 
 from tests.hub.local_hub import FINE_TOKEN, OWNER_TOKEN, READ_TOKEN, RemoteError, own
 
-pytestmark = pytest.mark.xdist_group("client")
-
 PREPARE = "from tests.hub.small import *\nfrom hf_autonorm import push_to_hub\nimport warnings\n"
 SAVE = PREPARE + "from hf_autonorm import save_pretrained\n"
 PUSH = PREPARE + "result = push_to_hub(tiny_bert(seed, norm=norm), repo, **options).oid"

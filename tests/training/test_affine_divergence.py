@@ -17,8 +17,6 @@ from training import affine_divergence, divergence_report, divergence_statistics
 from training.affine_divergence import SCALES, as_run, cells, main, next_runs
 from training.divergence_training import METHODS, Run, affine_maps, build_net, load_images, train
 
-pytestmark = pytest.mark.xdist_group("affine divergence")  # one run of the smoke scale
-
 RUN = Run("fc", "tanh", "none", 8, 2, 16, 0.1, 0, 1, 64, 32, 32, "cifar10")
 
 

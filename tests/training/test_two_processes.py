@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 
 from training.tasks import take
 
-pytestmark = pytest.mark.xdist_group("two processes")  # both tests look at one run of DDP
-
 
 @pytest.fixture(scope="module")
 def launch(root, tiny_bert, tagged_words, tmp_path_factory):
