@@ -63,7 +63,8 @@ def collect(folder: Path) -> dict[str, Any]:
     """What the page tells, by section; a section without facts is None or empty. Numbers that are no numbers: None."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    state = _read(_state_file(folder))
+    state_file = _state_file(folder)
+    state = _read(state_file)
     results = _read(folder / "results.json")
     if results is None and state is None:
         raise ConfigError(
@@ -76,7 +77,7 @@ def collect(folder: Path) -> dict[str, Any]:
     results, state = results or {}, state or {}
     watcher = _watcher(state)
     decision = results.get("freeze_decision") or watcher.get("decision")
-    patches = _patches(folder)
+    patches = _patches(folder, state_file)
     return {
         "name": folder.resolve().name,
         "results": results,
@@ -133,10 +134,9 @@ def _watcher(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _patches(folder: Path) -> list[dict[str, Any]]:
+def _patches(folder: Path, state_file: Path | None) -> list[dict[str, Any]]:
     """Of the model in the folder, or of the newest checkpoint where Trainer has left nothing else."""
-    state = _state_file(folder)
-    for place in dict.fromkeys((folder, state.parent if state else folder)):
+    for place in dict.fromkeys((folder, state_file.parent if state_file else folder)):
         config = _read(place / "config.json") or {}
         record = _read(place / RECORD_FILE) or config.get("quantization_config") or {}
         if record.get("quant_method") == "autonorm":

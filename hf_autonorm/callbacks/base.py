@@ -43,16 +43,29 @@ class LogsBesideLoss(TrainerCallback):
             handler = frame.f_locals["self"]
             handler.callbacks = sorted(handler.callbacks, key=_rank)
 
+    def beside(self, state: TrainerState, logs: dict[str, Any]) -> dict[str, float]:
+        """What to add to these logs; nothing for logs that are not ours to add to."""
+        raise NotImplementedError
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None:
+            return
+        values = self.beside(state, logs)
+        logs.update(values)
+        # Into the history too: Trainer has copied the logs there before the callbacks run.
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(values)
+
 
 def _rank(callback: TrainerCallback) -> int:
     return 0 if isinstance(callback, DefaultFlowCallback) else 1 if isinstance(callback, LogsBesideLoss) else 2
-
-
-def add_to_logs(state: TrainerState, logs: dict[str, Any], values: dict[str, float]) -> None:
-    """Beside the loss, and in the history: Trainer has copied the logs there before the callbacks run."""
-    logs.update(values)
-    if state.log_history and state.log_history[-1].get("step") == state.global_step:
-        state.log_history[-1].update(values)
 
 
 class Resumable(LogsBesideLoss, ExportableState):

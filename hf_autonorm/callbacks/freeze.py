@@ -15,7 +15,7 @@ from ..decision import describe
 from ..errors import ConfigError, NotPatchedError
 from ..nn.autonorm import AutoNorm, autonorms
 from ..patching.record import wrappers
-from .base import NOT_PATCHED, Resumable, add_to_logs, require_in_optimizer
+from .base import NOT_PATCHED, Resumable, require_in_optimizer
 
 RULES = ("paper", "always", "never", "converged")
 SCOPES = ("model", "layer")
@@ -174,16 +174,9 @@ class GateFreezeCallback(Resumable):
         for _, layer in self._layers:
             layer.drop_frozen_gradients()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not logs or "loss" not in logs or not self._since_log_count:
-            return
+    def beside(self, state: TrainerState, logs: dict[str, Any]) -> dict[str, float]:
+        if "loss" not in logs or not self._since_log_count:
+            return {}
         mean = (self._since_log / self._since_log_count).mean(0)
         entropy = mean[-1].item()
         choices = max(layer.bias_gate.choices for _, layer in self._layers)
@@ -193,8 +186,8 @@ class GateFreezeCallback(Resumable):
             "gate_norm_weight": mean[0].item(),
             "gates_frozen": sum(layer.scalar("frozen") for _, layer in self._layers) / len(self._layers),
         }
-        add_to_logs(state, logs, {name: round(value, 6) for name, value in values.items()})
         self._since_log, self._since_log_count = None, 0
+        return {name: round(value, 6) for name, value in values.items()}
 
     def _warn_if_too_late(self, args: TrainingArguments, state: TrainerState, batches: Any) -> None:
         last = {"step": float(state.max_steps)}

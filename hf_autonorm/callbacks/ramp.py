@@ -12,7 +12,7 @@ from transformers.training_args import TrainingArguments
 from ..config import in_range
 from ..errors import ConfigError, NotPatchedError
 from ..patching.record import wrappers
-from .base import NOT_PATCHED, Resumable, add_to_logs, require_in_optimizer
+from .base import NOT_PATCHED, Resumable, require_in_optimizer
 
 
 class StrengthRampCallback(Resumable):
@@ -83,17 +83,11 @@ class StrengthRampCallback(Resumable):
                 stacklevel=2,
             )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs and "loss" in logs:
-            strengths = self._strengths(state)
-            add_to_logs(state, logs, {"strength": sum(strengths) / len(strengths)})
+    def beside(self, state: TrainerState, logs: dict[str, Any]) -> dict[str, float]:
+        if "loss" not in logs:
+            return {}
+        strengths = self._strengths(state)
+        return {"strength": sum(strengths) / len(strengths)}
 
     def _strengths(self, state: TrainerState) -> list[float]:
         share = min(1.0, state.global_step / max(1.0, self.ratio * state.max_steps))

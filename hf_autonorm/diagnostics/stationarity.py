@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..callbacks import GateFreezeCallback, LogsBesideLoss, add_to_logs
+from ..callbacks import GateFreezeCallback, LogsBesideLoss
 from ..config import in_range
 from ..errors import ConfigError, UnsupportedError
 from ..nn.autonorm import autonorms
@@ -130,18 +130,9 @@ class StationarityCallback(LogsBesideLoss):
             if layer.bias_gate.learns
         }
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or self._to_log is None:
-            return
-        add_to_logs(state, logs, {"norm_input_drift": round(self._to_log, 6)})
-        self._to_log = None
+    def beside(self, state: TrainerState, logs: dict[str, Any]) -> dict[str, float]:
+        drift, self._to_log = self._to_log, None
+        return {} if drift is None else {"norm_input_drift": round(drift, 6)}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -32,6 +32,7 @@ _PIPELINE_TAGS = {  # by the end of the class name
 }
 NOT_STATED = "not stated"  # instead of a dataset's name, which the metadata must have
 OUR_TAGS = ("autonorm", "hf_autonorm", "affine-divergence")  # gone from the card when the patch is
+_WRITTEN = re.compile(r"(.*) \((patched|this model|baseline, not patched)\)")  # a metric's name, as we write it
 _LISTS_OF_STRINGS = ("tags", "datasets", "metrics")
 _STRINGS_OR_LISTS = ("language", "license", "base_model", "library_name", "pipeline_tag")
 
@@ -145,16 +146,20 @@ def results_in(card: ModelCard) -> tuple[dict[str, float], dict[str, float], dic
     baseline: dict[str, float] = {}
     dataset = None
     for result in card.data.eval_results or []:
-        whose = re.fullmatch(r"(.*) \((patched|this model|baseline, not patched)\)", result.metric_name or "")
-        if whose is None:
+        written = _WRITTEN.fullmatch(result.metric_name or "")
+        if written is None:
             continue  # the user's own
-        (baseline if whose[2].startswith("baseline") else ours)[whose[1]] = result.metric_value
+        (baseline if _of_baseline(written) else ours)[written[1]] = result.metric_value
         if result.dataset_name != NOT_STATED:
             # A name alone has its slug for a type, which is no Hub id.
             parts = {"type": result.dataset_type if "/" in result.dataset_type else None, "name": result.dataset_name}
             parts |= {"config": result.dataset_config, "split": result.dataset_split}
             dataset = {key: value for key, value in parts.items() if value is not None}
     return ours, baseline, dataset
+
+
+def _of_baseline(written: re.Match[str]) -> bool:
+    return written[2].startswith("baseline")
 
 
 def metric_type(name: str) -> str:
@@ -168,7 +173,8 @@ def merge(previous: ModelCard | None, ours: dict[str, Any], given: set[str]) -> 
     old.pop("model-index", None)
     old_results = [] if previous is None else previous.data.eval_results or []
     # What an earlier save said of its own weights is not true of these; the baseline has not changed.
-    old_results = [r for r in old_results if not re.search(r" \((patched|this model)\)$", r.metric_name or "")]
+    names = [_WRITTEN.fullmatch(r.metric_name or "") for r in old_results]
+    old_results = [r for r, written in zip(old_results, names) if written is None or _of_baseline(written)]
     left_behind = set(OUR_TAGS)
     if ours.get("library_name") != "hf_autonorm" and "hf_autonorm" in _as_list(old.get("library_name")):
         # The patch was taken out: its branches' names and the patched model's results say nothing of this model.

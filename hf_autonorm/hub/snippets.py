@@ -12,8 +12,7 @@ from ..patching.record import wrappers
 _IMPORT = "import hf_autonorm  # makes stock `from_pretrained` know the patch\n"
 _LOAD = """import torch
 
-import hf_autonorm  # makes stock `from_pretrained` know the patch
-from transformers import {names}
+{ours}from transformers import {names}
 
 path = "{path}"  # the folder, or the model's id on the Hub
 {processor_name} = {processor}.from_pretrained(path)
@@ -23,8 +22,7 @@ with torch.no_grad():
     outputs = model(**inputs)
 print({shown})"""
 
-_STOCK = """import hf_autonorm  # makes stock `from_pretrained` know the patch
-from transformers import {cls}
+_STOCK = """{ours}from transformers import {cls}
 
 model = {cls}.from_pretrained("{path}").eval()  # the folder, or the model's id on the Hub
 print(model)"""
@@ -45,6 +43,7 @@ def snippet(model: nn.Module, folder: Path, path: str) -> str | None:
         return _BARE.format(path=path)
     if not is_transformers(model):
         return None
+    ours = _IMPORT if wrappers(model) else ""
     cls, kind = auto_class(type(model).__name__), getattr(model, "main_input_name", None)
     decoder_inputs = getattr(model.config, "is_encoder_decoder", False)
     if kind == "input_ids" and not decoder_inputs and (folder / "tokenizer_config.json").exists():
@@ -54,16 +53,14 @@ def snippet(model: nn.Module, folder: Path, path: str) -> str | None:
         processor, processor_name = "AutoImageProcessor", "processor"
         inputs = 'inputs = processor(Image.new("RGB", (640, 480)), return_tensors="pt")'
     else:
-        text = (_STOCK if hasattr(transformers, cls) else _BARE).format(path=path, cls=cls)
-        return text if wrappers(model) else text.replace(_IMPORT, "")
+        return (_STOCK if hasattr(transformers, cls) else _BARE).format(path=path, cls=cls, ours=ours)
     shown = "outputs.logits" if re.search(r"For[A-Z]|LMHead", type(model).__name__) else "outputs[0]"
     names = ", ".join(sorted({cls, processor}))
     text = _LOAD.format(
-        names=names, path=path, processor_name=processor_name, processor=processor, cls=cls, inputs=inputs, shown=shown
-    )
-    if "Image.new" in text:
-        text = text.replace("import torch\n", "import torch\nfrom PIL import Image\n", 1)
-    return text if wrappers(model) else text.replace(_IMPORT, "")
+        names=names, path=path, processor_name=processor_name, processor=processor, cls=cls, inputs=inputs,
+        shown=shown, ours=ours,
+    )  # fmt: skip
+    return text.replace("import torch\n", "import torch\nfrom PIL import Image\n", 1) if "Image.new" in text else text
 
 
 def auto_class(name: str) -> str:
